@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP for people: the OpenAI routes, rendering, streaming, the command line."""

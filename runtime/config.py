@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All settings of a role, each with its default and its help text, written once.
+
+The command line is generated from these fields (frontend/cli.py). This is the only file that reads environment
+variables. A wrong value raises ConfigError before anything is started.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvrail.runtime.errors import ConfigError
+
+__all__ = ["LaunchConfig", "environment", "is_loopback"]
+
+Role = Literal["pe", "ce", "single"]
+DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """One role on one host: a front process and `dp` rank processes."""
+
+    role: Role = field(
+        metadata={"help": "pe (prefill engine), ce (completion engine) or single (both in one)"}
+    )
+    model: str = field(
+        metadata={"help": "folder or GGUF file of a model, or a hub name when there is a network"}
+    )
+    served_model_name: str | None = _setting(None, "name that clients use (default: last part of --model)")
+    dp: int = _setting(1, "rank processes, one copy of the model each")
+    host: str = _setting("127.0.0.1", "address that HTTP listens on")
+    port: int | None = _setting(None, "port of HTTP (default: 8888 for ce and single, 8889 for pe; 0: any)")
+    kv_host: str = _setting("127.0.0.1", "address (or interface) that links and UCX listen on")
+    pe_url: tuple[str, ...] = _setting((), "ce: URL of a prefill engine; may be given several times")
+    max_model_len: int | None = _setting(
+        None, "longest prompt plus answer in tokens (default: the model's own)"
+    )
+    max_num_seqs: int = _setting(64, "sequences that decode together")
+    max_num_batched_tokens: int = _setting(
+        2048, "token budget of one step (long prompts are cut into chunks)"
+    )
+    page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
+    kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
+    kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
+    dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
+    device: str = _setting("cpu", "cpu")
+    routing: Literal["affinity", "least-loaded"] = _setting("affinity", "how the ce picks ranks")
+    thinking_mode: Literal["chat", "thinking"] = _setting(
+        "chat", "default of enable_thinking in the chat template"
+    )
+    lane: Literal["auto", "shm", "put"] = _setting(
+        "auto", "how pages travel: shared memory, UCX put, or the best"
+    )
+    put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
+    require_lane: str | None = _setting(
+        None, "refuse links that do not get this lane (shm, put, put/cma, put/tcp)"
+    )
+    local_prefill: Literal["auto", "never", "always"] = _setting(
+        "auto", "ce: prefill here when no prefill engine can (auto), never, or always"
+    )
+    local_prefill_max_tokens: int = _setting(0, "ce: with auto, prompts up to this length are prefilled here")
+    verify_kv: float = _setting(0.01, "share of requests whose pages are checked by checksum, 0 to 1")
+    ticket_ttl_s: float = _setting(10.0, "seconds that a ticket lives without progress")
+    link_share: float = _setting(
+        0.25, "largest share of the pool that one link may hold in tickets and quarantine"
+    )
+    heartbeat_s: float = _setting(0.25, "seconds between heartbeats; four missed ones make a link suspect")
+    spin_us: int | None = _setting(
+        None, "µs that the progress thread spins before it sleeps (default by cores)"
+    )
+    copy_threads: int = _setting(1, "threads that copy for lane shm")
+    token_file: str | None = _setting(None, "file with the cluster token; required off loopback")
+    api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
+    runtime_dir: str | None = _setting(
+        None, "folder for sockets and the token (default: a private one per user)"
+    )
+    ucx: str | None = _setting(
+        None, "which UCX: wheel, system, or a folder (default: KVRAIL_UCX, else wheel)"
+    )
+    max_queue: int = _setting(256, "requests that may wait; beyond it 429")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, naming the flag."""
+        _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
+        _require(self.dp >= 1, "--dp must be at least 1")
+        _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
+        _require(self.kv_pages is None or self.kv_pages >= 2, "--kv-pages must be at least 2")
+        _require(self.kv_memory_gb is None or self.kv_memory_gb > 0, "--kv-memory-gb must be positive")
+        _require(
+            self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
+        )
+        _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
+        _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
+        _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(
+            self.ticket_ttl_s > 0 and self.heartbeat_s > 0,
+            "--ticket-ttl-s and --heartbeat-s must be positive",
+        )
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
+        )
+        _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
+        _require(
+            self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
+            "--local-prefill never needs at least one --pe-url",
+        )
+        for flag, host in (("--host", self.host), ("--kv-host", self.kv_host)):
+            _require(
+                is_loopback(host) or self.token_file is not None,
+                f"{flag} {host} is not loopback: give the cluster token with --token-file",
+            )
+
+    @property
+    def resolved_port(self) -> int:
+        """The HTTP port: as given, or the role's default."""
+        return DEFAULT_PORT[self.role] if self.port is None else self.port
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or Path(self.model).name.removesuffix(".gguf") or self.model
+
+    @property
+    def resolved_spin_us(self) -> int:
+        """Spin for 50 µs where cores are plenty; on small hosts a spinning thread steals from the model."""
+        return (50 if (os.cpu_count() or 1) > 4 else 0) if self.spin_us is None else self.spin_us
+
+    def resolved_runtime_dir(self) -> Path:
+        """Folder (mode 0700, made on demand by its users) for sockets and the default token."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        base = environment("XDG_RUNTIME_DIR")
+        return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ConfigError(text)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def environment(
+    name: Literal["KVRAIL_UCX", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"],
+) -> str | None:
+    """The environment variables that are read anywhere, and the only place that reads them."""
+    return os.environ.get(name) or None

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The narrow face that an engine shows to the rank process, so that other engines can plug in beside ours."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.runtime.messages import FinishReason, Sampling
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.wire import TokenLogprob
+
+__all__ = ["Engine", "SequenceState", "StepOutput"]
+
+
+class StepOutput(NamedTuple):
+    """What one step did for one sequence.
+
+    `computed`: prompt tokens whose KV now stands in the sequence's pages. `token`: the token sampled in this
+    step, or None (a prefill chunk that was not the last). After `finish_reason` is set the engine holds no
+    pages of the sequence any more, except for a prefill-only sequence: see Engine.add.
+    """
+
+    sequence_id: str
+    computed: int
+    token: int | None
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    logprob: TokenLogprob | None = None
+
+
+class SequenceState(NamedTuple):
+    """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed."""
+
+    pages: list[int]
+    computed: int
+    cached_tokens: int
+
+
+class Engine(Protocol):
+    """One model on one device, one thread. Page ownership goes through the PagePool given at construction."""
+
+    layout: PageLayout
+    max_model_len: int
+
+    def add(
+        self,
+        sequence_id: str,
+        tokens: npt.NDArray[np.uint32],
+        sampling: Sampling,
+        *,
+        prefill_only: bool = False,
+    ) -> None:
+        """Queue a prompt. Raises TooLong when it can never run here.
+
+        `prefill_only`: stop after the first token and **keep the pages** until `release` (they are being
+        pushed). Pages of finished chunks are final: the engine never writes to them again.
+        """
+
+    def adopt(
+        self,
+        sequence_id: str,
+        tokens: npt.NDArray[np.uint32],
+        sampling: Sampling,
+        *,
+        owner: str,
+        first_token: int,
+        cached_tokens: int,
+    ) -> None:
+        """Decode a sequence whose prompt KV stands complete in the pages that the pool holds for `owner`.
+
+        The engine takes over the pages (PagePool owner becomes `sequence_id`). `first_token` was sampled
+        elsewhere and has been emitted already. Goes straight into the running batch.
+        """
+
+    def resume(
+        self,
+        sequence_id: str,
+        tokens: npt.NDArray[np.uint32],
+        sampling: Sampling,
+        *,
+        first_token: int,
+    ) -> None:
+        """The fallback of a lost prefill whose first token is out: prefill prompt + token 1, sample from token 2."""
+
+    def abort(self, sequence_id: str) -> None:
+        """Drop a sequence in any state and free its pages; unknown ids are ignored."""
+
+    def release(self, sequence_id: str) -> None:
+        """Free the pages of a finished prefill-only sequence (its pushes are locally complete)."""
+
+    def sequence(self, sequence_id: str) -> SequenceState | None:
+        """The state of a live sequence."""
+
+    def step(self) -> list[StepOutput]:
+        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+
+    @property
+    def load(self) -> dict[Literal["running", "waiting", "waiting_tokens"], int]:
+        """Sequences in the batch, in the queue, and prompt tokens still to compute."""

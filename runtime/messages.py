@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a front process and its rank processes say to each other (ZeroMQ over ipc, msgpack).
+
+Token ids travel as one binary field (uint32 LE); outputs go once per step, not per token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.wire import TokenLogprob
+
+__all__ = [
+    "Abort",
+    "Accepted",
+    "Connect",
+    "Disconnect",
+    "Failed",
+    "Granted",
+    "LinkReport",
+    "Output",
+    "Outputs",
+    "PeerRank",
+    "Prefill",
+    "PrefillDone",
+    "PrefillFailed",
+    "Ready",
+    "Sampling",
+    "Shutdown",
+    "Stats",
+    "Submit",
+    "ToFront",
+    "ToRank",
+    "decode_to_front",
+    "decode_to_rank",
+    "encode",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample one request, with every default resolved. `seed` is always set (drawn by the front if absent)."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    # Token ids that end the answer (EOS ids are added by the front unless ignore_eos).
+    stop_token_ids: list[int] = []
+    logprobs: int | None = None
+
+
+class PeerRank(msgspec.Struct, frozen=True, kw_only=True):
+    """One PE rank, as its front describes it to an authenticated CE."""
+
+    incarnation: bytes
+    rank: int
+    host: str
+    port: int
+    unix_path: str = ""
+
+
+# --- front → rank -----------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """CE/single: serve this request. `peer`: prefill on that PE rank (incarnation, rank), or None: prefill here.
+
+    `fallback`: whether this rank may prefill by itself when the remote prefill fails.
+    """
+
+    request_id: str
+    tokens: bytes
+    sampling: Sampling
+    peer: tuple[bytes, int] | None = None
+    fallback: bool = True
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
+    """PE: prefill these tokens for a ticket whose grant comes over the link (before or after this)."""
+
+    request_id: str
+    ticket: bytes
+    tokens: bytes
+    sampling: Sampling
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_id: str
+    reason: str = "cancelled by the client"
+
+
+class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_failed"):
+    """CE: the call to the PE's `/prefill` did not succeed (the PE may or may not have seen it)."""
+
+    request_id: str
+    ticket: bytes
+    reason: str
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """CE: keep a link to this PE rank until told otherwise."""
+
+    peer: PeerRank
+
+
+class Disconnect(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):
+    incarnation: bytes
+    rank: int
+    reason: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    pass
+
+
+ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | Shutdown
+
+# --- rank → front -----------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The rank has loaded and serves. `self_rank` tells others how to reach it (PE)."""
+
+    self_rank: PeerRank
+    layout: PageLayout
+    pages: int
+    max_model_len: int
+    pool_memory: str
+    # Requests beyond this many (running and waiting together) are refused: nothing could start them soon.
+    queue_limit: int
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    """CE: the ticket is on the link; the front may call the PE's `/prefill` now."""
+
+    request_id: str
+    ticket: bytes
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """PE: the prefill is queued (its grant is here, or expected within the grant deadline)."""
+
+    request_id: str
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. `route` says where its prompt was prefilled."""
+
+    request_id: str
+    tokens: bytes
+    finish_reason: FinishReason | None
+    route: Literal["remote", "local"]
+    cached_tokens: int
+    logprobs: list[TokenLogprob] = []
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    items: list[Output]
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The request ended without a good answer. `status` is the HTTP status that it means."""
+
+    request_id: str
+    status: int
+    reason: str
+    retry_after_s: float | None = None
+
+
+class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_done"):
+    """PE: the ticket's doorbell (good or failed) is out, or the prefill was refused."""
+
+    request_id: str
+    ok: bool
+    reason: str = ""
+    status: int = 200
+    cached_tokens: int = 0
+    retry_after_s: float | None = None
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
+    """The state of one link, sent at each change. `state`: connecting, up, suspect, down, refused."""
+
+    incarnation: bytes
+    rank: int
+    state: Literal["connecting", "up", "suspect", "down", "refused"]
+    epoch: int = 0
+    lane: str = ""
+    transport: str = ""
+    memory: str = ""
+    reason: str = ""
+    # (bytes per put, GB/s, µs per put) for each probed size.
+    probes: list[tuple[int, float, float]] = []
+    same_host: bool = False
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Gauges and counters of a rank, sent a few times a second and when it goes idle. Names: doc/metrics.md."""
+
+    steps: int
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    # Per link: (peer incarnation hex, rank) → counters.
+    links: list[tuple[str, int, dict[str, float]]] = []
+
+
+ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | LinkReport | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def encode(message: ToRank | ToFront) -> bytes:
+    """Bytes of a message in either direction."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """A message from the front."""
+    return _to_rank.decode(data)
+
+
+def decode_to_front(data: bytes) -> ToFront:
+    """A message from a rank."""
+    return _to_front.decode(data)

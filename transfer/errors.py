@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions of the transfer layer.
+
+TransferError
+├── UcxFailed        a UCX call returned an error; carries the UCS status and the call
+├── LinkRefused      the handshake said no; carries the reason that the peer (or we) gave
+│   └── LayoutMismatch   the page layouts differ; names the fields
+├── LinkLost         the peer died, was fenced, or its connection broke
+├── LaneUnavailable  no lane that the options allow can work here; says why for each one tried
+└── NoPages          the pool cannot give that many pages (or state slots) now
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "LaneUnavailable",
+    "LayoutMismatch",
+    "LinkLost",
+    "LinkRefused",
+    "NoPages",
+    "TransferError",
+    "UcxFailed",
+]
+
+
+class TransferError(Exception):
+    """Anything that the transfer layer raises."""
+
+
+class UcxFailed(TransferError):
+    """A UCX call failed. `status` is the UCS status (negative), `call` the function that returned it."""
+
+    def __init__(self, call: str, status: int, text: str) -> None:
+        super().__init__(f"{call}: {text} (UCS status {status})")
+        self.call = call
+        self.status = status
+
+
+class LinkRefused(TransferError):
+    """One side of a handshake refused the other; the text is the reason."""
+
+
+class LayoutMismatch(LinkRefused):
+    """Two page layouts differ. `fields` maps each differing field to (ours, theirs)."""
+
+    def __init__(self, fields: dict[str, tuple[object, object]]) -> None:
+        told = ", ".join(
+            f"{name}: ours {ours!r}, theirs {theirs!r}" for name, (ours, theirs) in fields.items()
+        )
+        super().__init__(f"page layouts differ ({told})")
+        self.fields = fields
+
+
+class LinkLost(TransferError):
+    """The peer is gone: its process died, its connection broke, or the link was fenced."""
+
+
+class LaneUnavailable(TransferError):
+    """No permitted lane works between these two ranks; the text says why for each one tried."""
+
+
+class NoPages(TransferError):
+    """The pool cannot give what was asked for at present."""
