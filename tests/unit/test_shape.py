@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["kernels", "transfer", "runtime", "frontend"]
 FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-NATIVE = sorted(path for layer in LAYERS for end in ("*.cpp", "*.h", "*.cu") for path in (ROOT / layer).rglob(end))
+NATIVE = sorted(
+    path for layer in LAYERS for end in ("*.cpp", "*.h", "*.cu") for path in (ROOT / layer).rglob(end)
+)
 # About 300 lines is the aim; beyond this a file holds more than one idea.
 CEILING = 400
 
@@ -44,7 +46,9 @@ def test_imports_point_left(path: Path) -> None:
     for name in _imports(path):
         assert name.split(".")[0] not in LAYERS, f"{name}: import kvrail.{name}"
         if name.startswith("kvrail."):
-            assert LAYERS.index(name.split(".")[1]) <= own, f"{path.name} imports {name} from a layer above it"
+            assert LAYERS.index(name.split(".")[1]) <= own, (
+                f"{path.name} imports {name} from a layer above it"
+            )
 
 
 def test_no_import_cycles() -> None:
