@@ -22,14 +22,14 @@ QUERY_BLOCK = 128
 
 
 class Slice(NamedTuple):
-    """The part of one sequence that a step computes: tokens start … start + count - 1, over `pages`.
+    """The part of one sequence that a step computes: tokens start … start + length - 1, over `pages`.
 
-    `pages` covers at least the tokens up to start + count; its KV before `start` is complete.
+    `pages` covers at least the tokens up to start + length; its KV before `start` is complete.
     """
 
     pages: list[int]
     start: int
-    count: int
+    length: int
 
 
 class _Singles(NamedTuple):
@@ -65,9 +65,9 @@ class StepPlan:
         self._pool = pool
         self._rows = pool.view(-1, pool.shape[4], pool.shape[5])
         page_tokens = pool.shape[3]
-        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in slices])
+        positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in slices])
         written = np.concatenate(
-            [np.asarray(s.pages)[np.arange(s.start, s.start + s.count) // page_tokens] for s in slices]
+            [np.asarray(s.pages)[np.arange(s.start, s.start + s.length) // page_tokens] for s in slices]
         )
         self.positions = torch.from_numpy(positions)
         # Row of (page, layer, k or v, token) in the pool seen as [rows, kv_heads, head_dim].
@@ -119,20 +119,18 @@ def _read(side: torch.Tensor, pages: torch.Tensor, batch: int) -> torch.Tensor:
     return side.index_select(0, pages).view(batch, -1, side.shape[2], side.shape[3]).transpose(1, 2)
 
 
-def _group(
-    slices: list[Slice], page_tokens: int, dtype: torch.dtype
-) -> tuple[list[_Singles], list[_Chunk]]:
+def _group(slices: list[Slice], page_tokens: int, dtype: torch.dtype) -> tuple[list[_Singles], list[_Chunk]]:
     chunks: list[_Chunk] = []
     by_length: dict[int, list[tuple[int, Slice]]] = {}
     row = 0
     for part in slices:
-        pages = -(-(part.start + part.count) // page_tokens)
-        if part.count == 1:
+        pages = -(-(part.start + part.length) // page_tokens)
+        if part.length == 1:
             # Tables of one group differ by less than a factor of two, so that little padding is read.
             by_length.setdefault(pages.bit_length(), []).append((row, part))
         else:
             chunks.append(_chunk(part, row, pages, dtype))
-        row += part.count
+        row += part.length
     return [_single(group, page_tokens, dtype) for group in by_length.values()], chunks
 
 
@@ -153,10 +151,10 @@ def _single(group: list[tuple[int, Slice]], page_tokens: int, dtype: torch.dtype
 
 def _chunk(part: Slice, row: int, pages: int, dtype: torch.dtype) -> _Chunk:
     blocks = []
-    for first in range(0, part.count, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, part.count)
+    for first in range(0, part.length, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, part.length)
         keys = part.start + last
         mask = torch.zeros(last - first, keys, dtype=dtype)
         mask[:, part.start + first :] = torch.full((last - first, last - first), float("-inf")).triu_(1)
         blocks.append(_Block(first, last, keys, mask))
-    return _Chunk(row, row + part.count, torch.tensor(part.pages[:pages]), blocks)
+    return _Chunk(row, row + part.length, torch.tensor(part.pages[:pages]), blocks)

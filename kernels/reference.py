@@ -32,14 +32,18 @@ def paged_attention(
     new ones; query [T, heads, head_dim] are the tokens at positions start … start + T - 1, heads grouped by KV
     head. Returns [T, heads, head_dim].
     """
-    tokens, heads, head_dim = query.shape
+    tokens, heads, _ = query.shape
     length = start + tokens
     page_tokens, kv_heads = pool.shape[3], pool.shape[4]
     result = torch.empty_like(query)
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
-        keys = torch.stack([pool[pages[t // page_tokens], layer, 0, t % page_tokens, kv_head] for t in range(length)])
-        values = torch.stack([pool[pages[t // page_tokens], layer, 1, t % page_tokens, kv_head] for t in range(length)])
+        keys = torch.stack(
+            [pool[pages[t // page_tokens], layer, 0, t % page_tokens, kv_head] for t in range(length)]
+        )
+        values = torch.stack(
+            [pool[pages[t // page_tokens], layer, 1, t % page_tokens, kv_head] for t in range(length)]
+        )
         for token in range(tokens):
             seen = start + token + 1
             scores = keys[:seen].float() @ query[token, head].float() * scaling

@@ -16,7 +16,15 @@ from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.gguf_files import Progress, convert_gguf
 from kvrail.transfer.layout import PageLayout
 
-__all__ = ["Checkpoint", "Progress", "cache_dir", "convert_gguf", "load_tokenizer", "open_checkpoint", "resolve_model"]
+__all__ = [
+    "Checkpoint",
+    "Progress",
+    "cache_dir",
+    "convert_gguf",
+    "load_tokenizer",
+    "open_checkpoint",
+    "resolve_model",
+]
 
 # Keys of config.json that say how a file was written, not what the weights are.
 _NOT_IDENTITY = ("_name_or_path", "_model_name_or_path", "dtype", "torch_dtype", "transformers_version")
@@ -77,7 +85,10 @@ def open_checkpoint(model: str, progress: Progress | None = None) -> Checkpoint:
         raise ConfigError(f"--model {model}: config.json cannot be read: {error}") from error
     refuse_unsupported(config, model)
     return Checkpoint(
-        folder=folder, config=config, model_id=_fingerprint(folder), eos_token_ids=_eos_token_ids(folder, config)
+        folder=folder,
+        config=config,
+        model_id=_fingerprint(folder),
+        eos_token_ids=_eos_token_ids(folder, config),
     )
 
 

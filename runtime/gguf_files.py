@@ -104,7 +104,9 @@ def _write_weights(file: Path, config: Any, folder: Path, progress: Progress | N
             progress(f"converting {file.name}", (done + 1) / len(wanted))
     shards.close()
     if stored:
-        raise ConfigError(f"{file}: tensors that the {architecture} model does not have: {sorted(stored)[:5]}")
+        raise ConfigError(
+            f"{file}: tensors that the {architecture} model does not have: {sorted(stored)[:5]}"
+        )
     return dtype
 
 

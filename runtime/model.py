@@ -54,12 +54,15 @@ def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
 class PagedModel:
     """A loaded model. `layout` is the page geometry that its pool must have."""
 
-    def __init__(self, model: nn.Module, layout: PageLayout) -> None:
+    def __init__(self, model: Any, layout: PageLayout) -> None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, _paged_attention)
         self.layout = layout
-        self._model: Any = model.eval()
+        self.vocab_size = int(model.config.vocab_size)
+        self.max_model_len = int(model.config.max_position_embeddings)
+        self._model: Any = model
+        self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
         dtype = getattr(torch, layout.dtype)
         if dtype == torch.float32 or not has_native_16bit(dtype):
