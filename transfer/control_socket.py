@@ -35,6 +35,7 @@ __all__ = [
     "listen_unix",
     "peer_process",
     "private_directory",
+    "tune_tcp",
 ]
 
 # Largest frame from a peer that has not proved that it holds the token, and from one that has.
@@ -195,17 +196,26 @@ def listen_unix(path: Path) -> socket.socket:
 
 def dial_tcp(host: str, port: int) -> ControlStream:
     """Start to connect; the first `flush` after the socket turns writable says whether it worked."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        # Numeric only: a name server must not hold up the step loop. Listeners tell numeric addresses.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError as error:
+        raise LinkLost(f"{host}:{port} is not a numeric address: {error}") from error
+    family, kind, _, _, address = found[0]
     sock = socket.socket(family, kind)
     sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A cut cable must break the control stream too, not only UCX (which has the same kind of limit).
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+    tune_tcp(sock)
     result = sock.connect_ex(address)
     if result not in (0, errno.EINPROGRESS):
         sock.close()
         raise LinkLost(f"cannot reach {host}:{port}: {os.strerror(result)}")
     return ControlStream(sock, connecting=True)
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """Send heartbeats at once, and notice a cut cable: the control stream must break then too, not only UCX."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
 
 def dial_unix(path: Path) -> ControlStream:

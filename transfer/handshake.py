@@ -79,7 +79,6 @@ class PoolOffer(msgspec.Struct, frozen=True, kw_only=True):
     memory: str
     key: bytes
     fd: int = -1
-    mapped_bytes: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
@@ -98,7 +97,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     network_address: bytes
     pools: list[PoolOffer]
     probe_unit: int
-    heartbeat_s: float
     lane: str
     put_transport: str
     require_lane: str | None

@@ -118,12 +118,11 @@ class LinkUp(NamedTuple):
 
 
 class LinkDown(NamedTuple):
-    """The link of this epoch is over. Its writers may still write until Proven (unless `proof` is set already)."""
+    """The link of this epoch is over. Its writers may still write until Proven."""
 
     key: LinkKey
     epoch: int
     reason: str
-    proof: Fence | None = None
 
 
 class LinkRefusal(NamedTuple):
@@ -134,7 +133,7 @@ class LinkRefusal(NamedTuple):
 
 
 class Proven(NamedTuple):
-    """Nothing of this epoch's writers can land any more. Comes once for each epoch that ended, perhaps much later.
+    """Nothing of this epoch's writers can land any more. Comes once for each epoch that was up and ended; perhaps late.
 
     On the PE (`how` = "worker"): none of our own writes of this epoch is running any more.
     """
