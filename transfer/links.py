@@ -109,7 +109,7 @@ class Links:
         return self._listener.address
 
     def fileno(self) -> int:
-        """An epoll descriptor, readable when `poll` has work; timers (redial, missed beats) need a poll now and then."""
+        """An epoll descriptor, readable when `poll` has work; timers (redial, missed beats) need a poll at times."""
         return self._selector.fileno()
 
     def connect(self, peer: PeerLike) -> None:
