@@ -65,8 +65,8 @@ class Link:
 
     id: int
     epoch: int
-    def address(self) -> bytes:
-        """This side's worker address."""
+    def address(self, *, network_only: bool = False) -> bytes:
+        """This side's worker address; `network_only` leaves out the transports that stay within one host."""
     def connect(self, peer_address: bytes) -> None: ...
     def transports(self) -> list[str]:
         """Transports of the endpoint's lanes, as UCX reports them (after connect)."""
