@@ -74,9 +74,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     with contextlib.ExitStack() as stack:
         context = open_context(config.put_transport, config.kv_host, overrides=ucx_overrides())
         stack.callback(context.close)
-        reactor = native.Reactor(
-            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads
-        )
+        reactor = native.Reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
         stack.callback(reactor.close)
         pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
         stack.callback(pools.close)
@@ -108,7 +106,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             role=role,
             links_fd=links.fileno() if links is not None else None,
             poll_links=links.poll if links is not None else None,
-            address=links.address if links is not None and accepts else PeerAddress(incarnation, spec.rank, "", 0),
+            address=links.address
+            if links is not None and accepts
+            else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
             pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
             queue_limit=queue_limit,
@@ -142,9 +142,7 @@ def _role(
         assert links is not None
         limit = min(config.max_num_seqs, _PREFILL_QUEUE)
         sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
-        prefilling = Prefilling(
-            engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send
-        )
+        prefilling = Prefilling(engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send)
         return prefilling, limit
     receiver = Receiver(
         pool,

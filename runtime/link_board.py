@@ -88,7 +88,9 @@ class LinkBoard:
                 self._report(key, "up")
             case PeerStuck(key, for_s):
                 self._stuck[key] = self._steps.get(key, 0)
-                self._report(key, "suspect", f"its process lives, its step loop stands still for {for_s:.0f} s")
+                self._report(
+                    key, "suspect", f"its process lives, its step loop stands still for {for_s:.0f} s"
+                )
             case PeerBeat(key, beat):
                 self._steps[key] = beat.steps
                 if key in self._stuck and self._stuck[key] != beat.steps:

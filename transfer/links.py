@@ -14,7 +14,6 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from kvrail.transfer.ucx import native
 
 from kvrail.transfer import wire
 from kvrail.transfer.connector import LinkSetup, NewLink
@@ -39,6 +38,7 @@ from kvrail.transfer.link_events import (
 from kvrail.transfer.listener import Listener
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.rank_link import RankLink
+from kvrail.transfer.ucx import native
 from kvrail.transfer.wire import Beat, LaneChosen, LinkMessage, SelfTest, SelfTestResult
 
 if TYPE_CHECKING:
