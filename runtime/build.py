@@ -88,6 +88,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        stack.callback(engine.close)
         links: Links | None = None
         if config.role != "single":
             links = Links(
