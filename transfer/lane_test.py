@@ -201,7 +201,9 @@ def _buffer(pool: HostPool) -> memoryview:
 @contextmanager
 def _native_errors() -> Iterator[None]:
     """An import or a put that the native module refuses means that the lane does not work."""
+    from kvrail.transfer import _ucx  # Not before the library is chosen.
+
     try:
         yield
-    except (RuntimeError, ValueError, OSError) as error:
+    except (_ucx.UcxError, RuntimeError, ValueError, OSError) as error:
         raise LaneUnavailable(str(error)) from error
