@@ -18,7 +18,7 @@ import msgspec
 from kvrail.transfer import wire
 from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
-from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError
+from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
@@ -97,7 +97,6 @@ class Links:
         # Only now: whoever made the reactor has chosen the UCX library.
         from kvrail.transfer import _ucx
 
-        self._native_error = _ucx.UcxError
         self._setup = LinkSetup(reactor, me, token, layout, pools, options, _ucx.library_version())
         self._listener = Listener(self._setup, self._selector, self._report) if accept else None
         self._dialer = None if accept else Dialer(self._setup, self._selector, self._report)
@@ -236,7 +235,7 @@ class Links:
             link.start_test()
         except LaneUnavailable as error:
             self._test_failed(link, str(error), now)
-        except (self._native_error, OSError) as error:
+        except (UcxFailed, OSError) as error:
             self._end(link, str(error), now)
 
     def _on_native(
