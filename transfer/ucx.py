@@ -195,7 +195,7 @@ def _devices(kv_host: str, *, rdma: bool) -> list[str]:
     if any(name == kv_host for name, _ in interfaces):
         name = kv_host
     else:
-        name = _interface_of(kv_host, dict((address.split("%")[0], name) for name, address in interfaces))
+        name = _interface_of(kv_host, {address.split("%")[0]: name for name, address in interfaces})
     if name == "lo" or not rdma:
         return [name]
     ports = Path("/sys/class/infiniband").glob("*/ports/*")

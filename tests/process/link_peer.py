@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's transfer layer in a process of its own, driven by JSON lines: what tests/process/test_links.py starts.
 
-argv[1]: {"accept": bool, "pages": n, "layout": {…}, "options": {…}, "token": hex, "rank": n}. Commands come on stdin, events and
-answers go to stdout, each as one line.
+argv[1] is the configuration (see Peer). Commands come on stdin, events and answers go to stdout, each as one line.
 """
 
 from __future__ import annotations

@@ -54,13 +54,12 @@ Region::Region(ucp_context_h context, std::uint64_t address, std::uint64_t nbyte
 
 std::string Region::packed_key() const {
   if (handle_ == nullptr) throw UcxError("packed_key", UCS_ERR_INVALID_PARAM, "the region is closed");
-  ucp_memh_pack_params_t params{};
   void* buffer;
   std::size_t size;
-  check(ucp_memh_pack(handle_, &params, &buffer, &size), "ucp_memh_pack");
+  // ucp_memh_pack is documented as its successor, and aborts the process: "unsupported".
+  check(ucp_rkey_pack(context_, handle_, &buffer, &size), "ucp_rkey_pack");
   std::string key(static_cast<const char*>(buffer), size);
-  ucp_memh_buffer_release_params_t release{};
-  ucp_memh_buffer_release(buffer, &release);
+  ucp_rkey_buffer_release(buffer);
   return key;
 }
 
