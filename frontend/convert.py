@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`runtime convert`: a GGUF model as a safetensors folder, so that later starts take seconds instead of half a minute."""
+"""`runtime convert`: a GGUF model as a safetensors folder, so that later starts take seconds."""
 
 from __future__ import annotations
 

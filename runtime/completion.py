@@ -198,7 +198,7 @@ class Completion:
             return
         request = _Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
         self._requests[request_id] = request
-        self._counters["requests"] += 1
+        self._counters["requests_submitted"] += 1
         if message.peer is None:
             self._prefill_here(request, None)
         elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:

@@ -7,7 +7,6 @@ came of it. Idle, it sleeps in poll on the front's socket and the links' descrip
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import secrets
@@ -62,8 +61,8 @@ class Role(Protocol):
 class Front:
     """This rank's end of the socket to its front."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket = context.socket(zmq.PAIR)
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self.socket = socket
         # What is queued is bounded by the requests that the front admitted; never drop, never block.
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
@@ -155,10 +154,9 @@ def main() -> None:
         level=spec.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {spec.config.role} rank {spec.rank} %(name)s: %(message)s",
     )
-    with contextlib.closing(zmq.Context[zmq.Socket[bytes]]()) as context:
-        front = Front(context, spec.endpoint)
-        with contextlib.closing(front.socket):
-            _serve(spec, front)
+    # Leaving the context sends what is queued (LINGER) and closes it.
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
+        _serve(spec, Front(socket, spec.endpoint))
 
 
 def _serve(spec: RankSpec, front: Front) -> None:
