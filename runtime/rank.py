@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.messages import PeerRank, Ready, Shutdown, Stats, ToFront, ToRank
 from kvrail.runtime.process import RankSpec, die_with_parent
-from kvrail.transfer.links import LinkEvent
+from kvrail.transfer.link_events import LinkEvent
 
 __all__ = ["Loop", "Role", "main"]
 
@@ -89,7 +89,13 @@ class Front:
 class Loop:
     """The step loop. `links_fd` is readable when the links have something to say; None without links."""
 
-    def __init__(self, front: Front, role: Role, links_fd: int | None, poll_links: LinkPoll | None) -> None:
+    def __init__(
+        self,
+        front: Front,
+        role: Role,
+        links_fd: int | None,
+        poll_links: Callable[[float], list[LinkEvent]] | None,
+    ) -> None:
         self._front = front
         self._role = role
         self._poll_links = poll_links
@@ -134,12 +140,6 @@ class Loop:
             self._stats_due = now + _STATS_EVERY_S
         self._was_idle = not worked
         return worked
-
-
-class LinkPoll(Protocol):
-    """`Links.poll`."""
-
-    def __call__(self, now: float) -> list[LinkEvent]: ...
 
 
 def main() -> None:
