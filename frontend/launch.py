@@ -74,5 +74,7 @@ async def _show_loading(config: LaunchConfig, clients: list[RankClient]) -> None
         return
     with Console(stderr=True).status("") as status:
         while waiting := [client for client in clients if client.ready is None]:
-            status.update(f"loading {config.model_name}: {len(clients) - len(waiting)} of {len(clients)} ranks ready")
+            status.update(
+                f"loading {config.model_name}: {len(clients) - len(waiting)} of {len(clients)} ranks ready"
+            )
             await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import ToFront
@@ -25,7 +25,7 @@ from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.sender import Sender
-from kvrail.transfer.ucx import native, open_context
+from kvrail.transfer.ucx import open_context, open_reactor
 
 __all__ = ["BuiltRank", "build_rank", "page_count"]
 
@@ -72,11 +72,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     layout = model.layout
     pages = page_count(config, layout)
     with contextlib.ExitStack() as stack:
-        context = open_context(config.put_transport, config.kv_host, overrides=ucx_overrides())
-        stack.callback(context.close)
-        reactor = native.Reactor(
-            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads
+        context = open_context(
+            config.put_transport,
+            config.kv_host,
+            library=config.ucx or environment("KVRAIL_UCX"),
+            overrides=ucx_overrides(),
         )
+        stack.callback(context.close)
+        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
         stack.callback(reactor.close)
         pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
         stack.callback(pools.close)
@@ -90,6 +93,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        stack.callback(engine.close)
         links: Links | None = None
         if config.role != "single":
             links = Links(
@@ -108,7 +112,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             role=role,
             links_fd=links.fileno() if links is not None else None,
             poll_links=links.poll if links is not None else None,
-            address=links.address if links is not None and accepts else PeerAddress(incarnation, spec.rank, "", 0),
+            address=links.address
+            if links is not None and accepts
+            else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
             pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
             queue_limit=queue_limit,
@@ -142,9 +148,7 @@ def _role(
         assert links is not None
         limit = min(config.max_num_seqs, _PREFILL_QUEUE)
         sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
-        prefilling = Prefilling(
-            engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send
-        )
+        prefilling = Prefilling(engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send)
         return prefilling, limit
     receiver = Receiver(
         pool,

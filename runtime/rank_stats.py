@@ -13,7 +13,7 @@ def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
     """Pages by state and sequences by state. `pages_held` is 0 at idle, or something was lost."""
     load = engine.load
     return {
-        "pages_total": pool.pages,
+        "pages_capacity": pool.pages,
         "pages_free": pool.free,
         "pages_cached": pool.cached,
         "pages_shared": pool.shared,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvrail.transfer.errors import LaneUnavailable
+from kvrail.transfer.errors import LaneUnavailable, UcxFailed
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.lanes import Plan, Wishes, check_required, fence_class, has_local, put_carrier
 from kvrail.transfer.link_events import LaneInfo, Probe
@@ -203,5 +203,5 @@ def _native_errors() -> Iterator[None]:
     """An import or a put that the native module refuses means that the lane does not work."""
     try:
         yield
-    except (RuntimeError, ValueError, OSError) as error:
+    except (UcxFailed, RuntimeError, ValueError, OSError) as error:
         raise LaneUnavailable(str(error)) from error

@@ -11,15 +11,14 @@ import logging
 import os
 import selectors
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-from kvrail.transfer.ucx import native
 
 from kvrail.transfer import wire
 from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
-from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError
+from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
@@ -39,6 +38,7 @@ from kvrail.transfer.link_events import (
 from kvrail.transfer.listener import Listener
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.rank_link import RankLink
+from kvrail.transfer.ucx import EventKind
 from kvrail.transfer.wire import Beat, LaneChosen, LinkMessage, SelfTest, SelfTestResult
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ __all__ = ["Links"]
 
 _log = logging.getLogger(__name__)
 
-_WRITER_KINDS: dict[int, Literal["progress", "rung", "quiet", "failed"]] = {
-    native.EVENT_PROGRESS: "progress",
-    native.EVENT_RUNG: "rung",
-    native.EVENT_QUIET: "quiet",
-    native.EVENT_FAILED: "failed",
+_WRITER_KINDS: Final[dict[int, Literal["progress", "rung", "quiet", "failed"]]] = {
+    EventKind.PROGRESS: "progress",
+    EventKind.RUNG: "rung",
+    EventKind.QUIET: "quiet",
+    EventKind.FAILED: "failed",
 }
 
 
@@ -94,7 +94,10 @@ class Links:
         self._beats_due_at = 0.0
         self._drain_due = False
         me = LinkKey(*identity)
-        self._setup = LinkSetup(reactor, me, token, layout, pools, options, native.library_version())
+        # Only now: whoever made the reactor has chosen the UCX library.
+        from kvrail.transfer import _ucx
+
+        self._setup = LinkSetup(reactor, me, token, layout, pools, options, _ucx.library_version())
         self._listener = Listener(self._setup, self._selector, self._report) if accept else None
         self._dialer = None if accept else Dialer(self._setup, self._selector, self._report)
         self._selector.register(reactor.event_fd, selectors.EVENT_READ, None)
@@ -232,13 +235,13 @@ class Links:
             link.start_test()
         except LaneUnavailable as error:
             self._test_failed(link, str(error), now)
-        except (native.UcxError, OSError) as error:
+        except (UcxFailed, OSError) as error:
             self._end(link, str(error), now)
 
     def _on_native(
         self, link: RankLink, kind: int, key: int, status: int, payload: bytes, now: float
     ) -> None:
-        if kind == native.EVENT_FENCED:
+        if kind == EventKind.FENCED:
             self._fenced(link)
         elif kind in _WRITER_KINDS:
             word, reason = _WRITER_KINDS[kind], payload.decode(errors="replace")
@@ -250,11 +253,11 @@ class Links:
                 self._events.append(WriterEvent(link.key, link.epoch, word, key, ok, reason))
         elif link.state == "down":
             pass  # An epoch that is over says nothing any more.
-        elif kind == native.EVENT_MESSAGE:
+        elif kind == EventKind.MESSAGE:
             self._on_message(link, payload, now)
-        elif kind == native.EVENT_CONTROL:
+        elif kind == EventKind.CONTROL:
             self._end(link, f"control stream: {payload.decode(errors='replace')}", now)
-        elif kind == native.EVENT_LINK_ERROR:
+        elif kind == EventKind.LINK_ERROR:
             self._end(link, f"UCX endpoint: {payload.decode(errors='replace')} ({status})", now)
 
     def _on_message(self, link: RankLink, payload: bytes, now: float) -> None:
