@@ -34,7 +34,7 @@ FAULTS = [
     "call duplicated",
     "call again",
 ]
-TURNS = ["ce", "pe", "overtake"]
+TURNS = ["ce", "pe", "kept back", "overtake"]
 REPAIRS = [
     "thaw",
     "restart",
@@ -148,8 +148,9 @@ class Protocol(RuleBasedStateMachine):
                 self.world.hear(*picked(heard, pick))
             return
         messages = [m for c in process.connections for m in c.heard_by_pe]
-        messages += [m for c in process.connections if not c.ce_open for m in c.to_pe]
-        if side == "overtake":
+        if side == "kept back":
+            messages = [m for c in process.connections if not c.ce_open for m in c.to_pe]
+        elif side == "overtake":
             messages = [m for c in process.connections[-1:] for m in c.to_pe if isinstance(m, Cancel)]
         if messages and process.running:
             process.sender.on_message(self.world.now, CE, picked(messages, pick))
