@@ -47,7 +47,10 @@ class Remote:
         return self.result()
 
     def signal(self, number: signal.Signals) -> None:
+        """SIGKILL: also reaped, a zombie counts as alive to those who look for its process id."""
         self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
 
     def end(self) -> None:
         """Kill it, whatever it does."""
