@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling device code at run time: what is said without CUDA, and the folder of compiled code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrail.kernels import compiled
+from kvrail.kernels.page_copy import PageKernels, PageList, Stride
+
+SOURCE = Path(compiled.__file__).parent / "csrc" / "page_copy.cu"
+
+
+def test_without_cuda_core_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(compiled.KernelsUnavailable, match=r"install kvrail\[cuda13\]"):
+        PageKernels.load(0, None)
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    try:
+        compiled.cubin(SOURCE, "sm_90", None)
+    except compiled.KernelsUnavailable as error:
+        if "need NVRTC" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_compiled_code_is_kept_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "new" / "folder"
+    code = compiled.cubin(SOURCE, "sm_90", cache)
+    (kept,) = cache.iterdir()
+    assert code.startswith(b"\x7fELF")
+
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert compiled.cubin(SOURCE, "sm_90", cache) == code
+    assert len(list(cache.iterdir())) == 1, "a draft was left behind"
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("compiled although the code is kept")
+
+    monkeypatch.setattr(compiled, "_compile", refuse)
+    assert compiled.cubin(SOURCE, "sm_90", cache) == code
+    with pytest.raises(AssertionError, match="compiled although"):
+        compiled.cubin(SOURCE, "sm_80", cache)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_a_mistake_in_the_source_shows_the_compilers_words(tmp_path: Path) -> None:
+    source = tmp_path / "wrong.cu"
+    source.write_text("__global__ void f() { undeclared = 1; }")
+    with pytest.raises(compiled.KernelsUnavailable, match=r"(?s)wrong\.cu for sm_90.*undeclared"):
+        compiled.cubin(source, "sm_90", None)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert compiled.cubin(SOURCE, "sm_90", blocked / "cache").startswith(b"\x7fELF")
+    assert "not kept" in caplog.text
+
+
+class Unlaunchable(PageKernels):
+    """Arguments are checked before anything is launched, so their checks need no GPU."""
+
+    def __init__(self) -> None:
+        self._copy = self._copy_sum = self._sum = None
+
+    def _launch(self, *_: object) -> None:
+        raise AssertionError("launched")
+
+
+@pytest.mark.parametrize(
+    ("pages", "unit_bytes", "segments", "message"),
+    [
+        (PageList(0, 0, 1, 8, Stride(64)), 40, 1, "unit_bytes is 40"),
+        (PageList(8, 0, 1, 8, Stride(64)), 64, 1, "base is 8"),
+        (PageList(0, 0, 1, 8, Stride(72)), 64, 1, "page stride is 72"),
+        (PageList(0, 0, 1, 8, Stride(64, offset=4)), 64, 1, "offset is 4"),
+        (PageList(0, 0, 1, 8, Stride(64, segment=8)), 16, 2, "segment stride is 8"),
+        (PageList(0, 4, 1, 8, Stride(64)), 64, 1, "not aligned to 8"),
+        (PageList(0, 0, 1, 8, Stride(64)), 0, 1, "nothing to copy"),
+        (PageList(0, 0, 2**20, 8, Stride(64)), 2**24, 1, "split the list"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(
+    pages: PageList, unit_bytes: int, segments: int, message: str
+) -> None:
+    good = PageList(0, 0, pages.entries, 8, Stride(2**24))
+    with pytest.raises(ValueError, match=message):
+        Unlaunchable().copy(pages, good, unit_bytes=unit_bytes, segments=segments, stream=0)
+    with pytest.raises(ValueError, match=message):
+        Unlaunchable().copy(good, pages, unit_bytes=unit_bytes, segments=segments, stream=0)
+    with pytest.raises(ValueError, match=message):
+        Unlaunchable().sum(pages, unit_bytes=unit_bytes, segments=segments, stream=0, sums=16)
+
+
+def test_lists_of_different_length_are_refused() -> None:
+    pages = PageList(0, 0, 4, 8, Stride(64))
+    for other in (pages._replace(entries=5), pages._replace(index_bytes=4)):
+        with pytest.raises(ValueError, match="page lists differ"):
+            Unlaunchable().copy(pages, other, unit_bytes=64, stream=0)
