@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, NamedTuple
 
 import torch
 
 from kvrail.kernels.compiled import KernelsUnavailable, cubin, device_architecture, require_cuda
 
-__all__ = ["KernelsUnavailable", "PageKernels", "PageList", "Stride"]
+__all__ = ["KernelsUnavailable", "PageCopier", "PageKernels", "PageList", "Stride"]
 
 _SOURCE = Path(__file__).parent / "csrc" / "page_copy.cu"
 _VECTOR_BYTES = 16
@@ -33,7 +33,8 @@ class PageList(NamedTuple):
 
     Both addresses are as the GPU sees them: its own memory, a mapped peer's, pinned host memory. Indices are int64 or
     uint32 (`index_bytes` 8 or 4); a page stride of 1 makes them byte offsets, which must then be multiples of 16.
-    Nothing here keeps memory alive: both must stay until the stream has passed the copy.
+    The memory must stay until the stream has passed the copy. Tensors given to `of` live as long as the list does,
+    which is enough when they were allocated on the copy's own stream.
     """
 
     base: int
@@ -41,6 +42,7 @@ class PageList(NamedTuple):
     entries: int
     index_bytes: int
     stride: Stride
+    held: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, pool: torch.Tensor | int, index: torch.Tensor, stride: Stride) -> PageList:
@@ -56,29 +58,23 @@ class PageList(NamedTuple):
             )
         if index.device.type != "cuda" and not index.is_pinned():
             raise ValueError("page indices must be in GPU memory or in pinned host memory")
-        base = pool.data_ptr() if isinstance(pool, torch.Tensor) else pool
-        return cls(base, index.data_ptr(), index.numel(), width, stride)
+        held = (pool, index) if isinstance(pool, torch.Tensor) else (index,)
+        return cls(_address(pool), index.data_ptr(), index.numel(), width, stride, held)
 
 
 class PageKernels:
-    """The page-copy kernels of one CUDA device. Calls return when the work is on the stream; threads may share it.
-
-    Every call takes a stream of that device (a torch or cuda.core stream, or the address of one; 0 is the default
-    stream), and `blocks` thread blocks of `threads`, each of which occupies one SM: the copy shares the GPU with
-    whatever computes there. A list with no entries launches nothing.
-    """
+    """The page-copy kernels of one CUDA device, loaded. Threads may share it; `on` gives what launches them."""
 
     def __init__(self, device: int, code: bytes) -> None:
         """`code` from `machine_code`. Raises KernelsUnavailable when the device cannot run it."""
         core = require_cuda()
-        self._core = core
         self.device = device
         try:
             module = core.ObjectCode.from_cubin(code)
-            self._copy = module.get_kernel("page_copy")
-            self._copy_sum = module.get_kernel("page_copy_sum")
-            self._sum = module.get_kernel("page_sum")
-            self._finish = module.get_kernel("page_sum_finish")
+            self.page_copy = module.get_kernel("page_copy")
+            self.page_copy_sum = module.get_kernel("page_copy_sum")
+            self.page_sum = module.get_kernel("page_sum")
+            self.page_sum_finish = module.get_kernel("page_sum_finish")
         except Exception as error:  # the driver's class is private to cuda.core
             raise KernelsUnavailable(f"the page-copy kernels cannot be loaded: {error}") from error
 
@@ -92,16 +88,41 @@ class PageKernels:
         """Compile, or take from the cache, and load. Raises KernelsUnavailable naming what is missing."""
         return cls(device, cls.machine_code(device, cache))
 
+    def on(self, stream: Any) -> PageCopier:
+        """What launches on `stream`: a torch or cuda.core stream of this device, or the address of one."""
+        return PageCopier(self, stream)
+
+
+class PageCopier:
+    """Launches the page-copy kernels on one stream. Calls return when the work is on the stream; one thread at a time.
+
+    Launches of one copier share a counter in GPU memory, so they must not overlap: a graph that was captured from it
+    runs on its stream, too. Copiers are independent of one another.
+
+    Each of a call's `blocks` takes one SM away from what else the GPU does. The default reaches 94 % of the driver's
+    own rate over NVLink (doc/kernels.md). A list with no entries launches nothing.
+    """
+
+    def __init__(self, kernels: PageKernels, stream: Any) -> None:
+        core = require_cuda()
+        self._kernels = kernels
+        self._config: Any = core.LaunchConfig
+        self._launcher: Any = core.launch
+        self._stream = core.Stream.from_handle(_stream_address(stream))
+        self._configs: dict[tuple[int, int], Any] = {}
+        self._counter = torch.zeros(1, dtype=torch.int32, device=f"cuda:{kernels.device}")
+        # The zero must be there before a kernel on another stream looks.
+        torch.cuda.current_stream(kernels.device).synchronize()
+
     def copy(
         self,
         source: PageList,
         target: PageList,
         *,
         unit_bytes: int,
-        stream: Any,
         segments: int = 1,
         sums: int | torch.Tensor = 0,
-        blocks: int = 8,
+        blocks: int = 10,
         threads: int = 1024,
     ) -> None:
         """Copy `segments` units of `unit_bytes` of each entry. Targets must not overlap one another or any source.
@@ -117,89 +138,72 @@ class PageKernels:
             )
         _check(source, unit_bytes, segments)
         _check(target, unit_bytes, segments)
-        arguments = (
-            *_arguments(source),
-            *_arguments(target),
-            source.entries,
-            segments,
-            unit_bytes,
-            source.index_bytes,
-        )
+        shape = (source.entries, segments, unit_bytes, source.index_bytes, self._counter.data_ptr())
+        sides = (source.base, source.indices, *source.stride, target.base, target.indices, *target.stride)
         total = _address(sums)
         if total:
-            self._launch(self._copy_sum, stream, blocks, threads, source.entries, *arguments, total)
+            self._launch(self._kernels.page_copy_sum, blocks, threads, source.entries, *sides, *shape, total)
         else:
-            self._launch(self._copy, stream, blocks, threads, source.entries, *arguments)
+            self._launch(self._kernels.page_copy, blocks, threads, source.entries, *sides, *shape)
 
     def sum(
         self,
         pages: PageList,
         *,
         unit_bytes: int,
-        stream: Any,
         sums: int | torch.Tensor,
         segments: int = 1,
-        blocks: int = 8,
+        blocks: int = 10,
         threads: int = 1024,
     ) -> None:
         """Add to `sums` what `copy` with sums would have added for these pages as targets."""
         _check(pages, unit_bytes, segments)
-        shape = (pages.entries, segments, unit_bytes, pages.index_bytes)
-        self._launch(
-            self._sum, stream, blocks, threads, pages.entries, *_arguments(pages), *shape, _address(sums)
-        )
+        shape = (pages.entries, segments, unit_bytes, pages.index_bytes, self._counter.data_ptr())
+        side = (pages.base, pages.indices, *pages.stride)
+        self._launch(self._kernels.page_sum, blocks, threads, pages.entries, *side, *shape, _address(sums))
 
-    def finish_sums(self, sums: int | torch.Tensor, entries: int, page_bytes: int, *, stream: Any) -> None:
+    def finish_sums(self, sums: int | torch.Tensor, entries: int, page_bytes: int) -> None:
         """Turn the sums of `entries` whole pages into their checksums, in place."""
-        self._launch(self._finish, stream, 1, 1024, entries, _address(sums), entries, page_bytes)
+        self._launch(self._kernels.page_sum_finish, 1, 1024, entries, _address(sums), entries, page_bytes)
 
-    def _launch(
-        self, kernel: Any, stream: Any, blocks: int, threads: int, entries: int, *arguments: int
-    ) -> None:
+    def _launch(self, kernel: Any, blocks: int, threads: int, entries: int, *arguments: int) -> None:
         if not entries:
             return
-        if not (0 < threads <= 1024 and threads % 32 == 0 and blocks > 0):
-            raise ValueError(
-                f"{blocks} blocks of {threads} threads: want at least 1 block, whole warps, at most 1024"
-            )
-        config = self._core.LaunchConfig(grid=blocks, block=threads)
-        self._core.launch(self._core.Stream.from_handle(_stream_address(stream)), config, kernel, *arguments)
+        config = self._configs.get((blocks, threads))
+        if config is None:
+            if not (0 < threads <= 1024 and threads % 32 == 0 and blocks > 0):
+                raise ValueError(
+                    f"{blocks} blocks of {threads} threads: want 1 block or more, whole warps, at most 1024"
+                )
+            config = self._configs[blocks, threads] = self._config(grid=blocks, block=threads)
+        self._launcher(self._stream, config, kernel, *arguments)
 
 
 def _stream_address(stream: Any) -> int:
     torch_stream = getattr(stream, "cuda_stream", None)
     if torch_stream is not None:
         return int(torch_stream)
-    handle: SupportsInt = getattr(stream, "handle", stream)
-    return int(handle)
+    return int(getattr(stream, "handle", stream))
 
 
 def _address(memory: int | torch.Tensor) -> int:
     return memory.data_ptr() if isinstance(memory, torch.Tensor) else memory
 
 
-def _arguments(pages: PageList) -> tuple[int, int, int, int, int]:
-    return (pages.base, pages.indices, *pages.stride)
-
-
 def _check(pages: PageList, unit_bytes: int, segments: int) -> None:
-    stride = pages.stride
-    # A page stride of 1 is for lists of byte offsets, which only the caller can check.
-    sizes = {
-        "unit_bytes": unit_bytes,
-        "offset": stride.offset,
-        "segment stride": stride.segment,
-        "base": pages.base,
-    }
-    if stride.page != 1:
-        sizes["page stride"] = stride.page
-    for name, value in sizes.items():
-        if value % _VECTOR_BYTES:
-            raise ValueError(f"{name} is {value}, which is not a multiple of {_VECTOR_BYTES} bytes")
+    page, offset, segment = pages.stride
+    if page == 1:  # the indices are byte offsets, which only the caller can check
+        page = 0
+    if (unit_bytes | offset | segment | pages.base | page) % _VECTOR_BYTES:
+        raise ValueError(
+            f"unit of {unit_bytes} bytes, pool at {pages.base:#x}, {pages.stride}: want multiples of {_VECTOR_BYTES}"
+        )
     if unit_bytes <= 0 or segments <= 0:
         raise ValueError(f"nothing to copy: {segments} segments of {unit_bytes} bytes")
     if pages.indices % pages.index_bytes:
-        raise ValueError(f"the page indices at {pages.indices:#x} are not aligned to {pages.index_bytes} bytes")
+        raise ValueError(
+            f"the page indices at {pages.indices:#x} are not aligned to {pages.index_bytes} bytes"
+        )
     units = pages.entries * segments
     if units * -(-unit_bytes // _CHUNK_BYTES) >= _MOST_CHUNKS:
         raise ValueError(f"{units} units of {unit_bytes} bytes are too many for one call: split the list")

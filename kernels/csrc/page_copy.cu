@@ -27,6 +27,8 @@ constexpr u32 kShortDepth = 4;
 // Vectors that a warp moves at a time: 4 KiB and 2 KiB.
 constexpr u32 kLongChunk = kLanes * kLongDepth;
 constexpr u32 kShortChunk = kLanes * kShortDepth;
+// A warp takes 4 tasks at a time from a long list.
+constexpr u32 kGrabShift = 2;
 
 struct Side {
   char* base;
@@ -41,6 +43,7 @@ struct List {
   u32 segments;
   u32 vectors;  // of a unit
   bool wide;    // the index arrays hold int64, else uint32
+  u32* counter;
 };
 
 struct Unit {
@@ -92,25 +95,58 @@ __device__ __forceinline__ u64 warp_total(u64 value) {
   return value;
 }
 
-// Warp w of the grid takes tasks w, w + warps, ... Neighbouring tasks go to different SMs, so that one page
-// alone is spread over all of them.
-struct Share {
-  u32 first;
-  u32 step;
-};
+// Hands tasks to warps: each has its first one at once, and takes the others as it becomes free. With equal
+// shares instead, most SMs would be done and idle while the slowest still write: SMs reach a peer at
+// different rates.
+//
+// `counter` is 0 in GPU memory when the kernel starts and 0 when it ends: grabs - 1 is the last value that
+// atomicInc gives out before it wraps, and there is one fetch for each grab.
+class Tasks {
+ public:
+  __device__ __forceinline__ Tasks(u32 count, u32* counter)
+      : count_(count),
+        counter_(counter),
+        // In short lists every task goes alone, and neighbours to different SMs: one page is spread over all.
+        shift_(count / warps() >= (4u << kGrabShift) ? kGrabShift : 0),
+        task_((threadIdx.x / kLanes * gridDim.x + blockIdx.x) << shift_) {
+    fetch();
+  }
 
-__device__ __forceinline__ Share warp_share() {
-  return {threadIdx.x / kLanes * gridDim.x + blockIdx.x, blockDim.x / kLanes * gridDim.x};
-}
+  // Whether there is a task, the same one for all lanes of the warp.
+  __device__ __forceinline__ bool more() const { return task_ < count_; }
+  __device__ __forceinline__ u32 task() const { return task_; }
+
+  __device__ __forceinline__ void next() {
+    ++task_;
+    if ((task_ & ((1u << shift_) - 1)) != 0) return;
+    task_ = grabs() > warps() ? (__shfl_sync(~0u, fetched_, 0) + warps()) << shift_ : count_;
+    if (more()) fetch();
+  }
+
+ private:
+  static __device__ __forceinline__ u32 warps() { return blockDim.x / kLanes * gridDim.x; }
+  __device__ __forceinline__ u32 grabs() const { return (count_ + (1u << shift_) - 1) >> shift_; }
+
+  // Nothing waits here: the answer is looked at when the tasks in hand are done.
+  __device__ __forceinline__ void fetch() {
+    if (grabs() > warps() && threadIdx.x % kLanes == 0) fetched_ = atomicInc(counter_, grabs() - 1);
+  }
+
+  u32 count_;
+  u32* counter_;
+  u32 shift_;
+  u32 task_;
+  u32 fetched_ = 0;
+};
 
 // Units of 2 KiB or more: a task is a chunk of one unit.
 template <bool kStore, bool kSum>
 __device__ void run_long_units(const Side& source, const Side& target, const List& list, u64* sums) {
   const u32 lane = threadIdx.x % kLanes;
-  const Share share = warp_share();
   const u32 chunks = (list.vectors + kLongChunk - 1) / kLongChunk;
-  const u32 tasks = list.entries * list.segments * chunks;
-  for (u32 task = share.first; task < tasks; task += share.step) {
+  const u32 count = list.entries * list.segments * chunks;
+  for (Tasks tasks(count, list.counter); tasks.more(); tasks.next()) {
+    const u32 task = tasks.task();
     const u32 number = task / chunks;
     const u32 first = (task - number * chunks) * kLongChunk + lane;
     const Unit unit = unit_at(list, number);
@@ -143,13 +179,13 @@ __device__ void run_long_units(const Side& source, const Side& target, const Lis
 template <bool kStore, bool kSum>
 __device__ void run_short_units(const Side& source, const Side& target, const List& list, u64* sums) {
   const u32 lane = threadIdx.x % kLanes;
-  const Share share = warp_share();
   const u32 units = list.entries * list.segments;
   const u32 units_a_task = kShortChunk / list.vectors;
-  const u32 tasks = (units + units_a_task - 1) / units_a_task;
+  const u32 count = (units + units_a_task - 1) / units_a_task;
   // (j * inverse) >> 16 == j / vectors for every j < 128: the error stays under 1/512, less than 1/vectors.
   const u32 inverse = 65536 / list.vectors + 1;
-  for (u32 task = share.first; task < tasks; task += share.step) {
+  for (Tasks tasks(count, list.counter); tasks.more(); tasks.next()) {
+    const u32 task = tasks.task();
     const u32 first = task * units_a_task;
     const u32 live = min(units_a_task, units - first) * list.vectors;
     uint4 held[kShortDepth];
@@ -201,22 +237,25 @@ __device__ __forceinline__ Side side_of(u64 base, u64 index, i64 page_stride, i6
           segment_stride};
 }
 
-__device__ __forceinline__ List list_of(i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes) {
+__device__ __forceinline__ List list_of(i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes,
+                                        u64 counter) {
   return {static_cast<u32>(entries), static_cast<u32>(segments), static_cast<u32>(unit_bytes / kVectorBytes),
-          index_bytes == 8};
+          index_bytes == 8, reinterpret_cast<u32*>(counter)};
 }
 
 }  // namespace
 
+// `counter`, of every kernel that takes a list: the address of a u32 in GPU memory that is 0, that no other
+// launch uses meanwhile, and that is 0 again afterwards.
 extern "C" {
 
 __global__ void __launch_bounds__(1024)
     page_copy(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment,
               u64 target, u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment,
-              i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes) {
+              i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter) {
   run<true, false>(side_of(source, source_index, source_stride, source_offset, source_segment),
                    side_of(target, target_index, target_stride, target_offset, target_segment),
-                   list_of(entries, segments, unit_bytes, index_bytes), nullptr);
+                   list_of(entries, segments, unit_bytes, index_bytes, counter), nullptr);
 }
 
 // As page_copy; also adds to sums[e] what the bytes of entry e are worth at their place in the target page.
@@ -224,18 +263,18 @@ __global__ void __launch_bounds__(1024)
 __global__ void __launch_bounds__(1024)
     page_copy_sum(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment,
                   u64 target, u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment,
-                  i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 sums) {
+                  i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
   run<true, true>(side_of(source, source_index, source_stride, source_offset, source_segment),
                   side_of(target, target_index, target_stride, target_offset, target_segment),
-                  list_of(entries, segments, unit_bytes, index_bytes), reinterpret_cast<u64*>(sums));
+                  list_of(entries, segments, unit_bytes, index_bytes, counter), reinterpret_cast<u64*>(sums));
 }
 
 // The sums of pages where they lie, as page_copy_sum would have made them.
 __global__ void __launch_bounds__(1024)
     page_sum(u64 pages, u64 index, i64 stride, i64 offset, i64 segment, i64 entries, i64 segments,
-             i64 unit_bytes, i64 index_bytes, u64 sums) {
+             i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
   const Side side = side_of(pages, index, stride, offset, segment);
-  run<false, true>(side, side, list_of(entries, segments, unit_bytes, index_bytes),
+  run<false, true>(side, side, list_of(entries, segments, unit_bytes, index_bytes, counter),
                    reinterpret_cast<u64*>(sums));
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrail.kernels import compiled
-from kvrail.kernels.page_copy import PageKernels, PageList, Stride
+from kvrail.kernels.page_copy import PageCopier, PageKernels, PageList, Stride
 
 SOURCE = Path(compiled.__file__).parent / "csrc" / "page_copy.cu"
 
@@ -69,11 +69,11 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     assert "not kept" in caplog.text
 
 
-class Unlaunchable(PageKernels):
+class Unlaunchable(PageCopier):
     """Arguments are checked before anything is launched, so their checks need no GPU."""
 
     def __init__(self) -> None:
-        self._copy = self._copy_sum = self._sum = None
+        self._kernels = None
 
     def _launch(self, *_: object) -> None:
         raise AssertionError("launched")
@@ -82,11 +82,11 @@ class Unlaunchable(PageKernels):
 @pytest.mark.parametrize(
     ("pages", "unit_bytes", "segments", "message"),
     [
-        (PageList(0, 0, 1, 8, Stride(64)), 40, 1, "unit_bytes is 40"),
-        (PageList(8, 0, 1, 8, Stride(64)), 64, 1, "base is 8"),
-        (PageList(0, 0, 1, 8, Stride(72)), 64, 1, "page stride is 72"),
-        (PageList(0, 0, 1, 8, Stride(64, offset=4)), 64, 1, "offset is 4"),
-        (PageList(0, 0, 1, 8, Stride(64, segment=8)), 16, 2, "segment stride is 8"),
+        (PageList(0, 0, 1, 8, Stride(64)), 40, 1, "unit of 40 bytes"),
+        (PageList(8, 0, 1, 8, Stride(64)), 64, 1, "pool at 0x8"),
+        (PageList(0, 0, 1, 8, Stride(72)), 64, 1, "page=72"),
+        (PageList(0, 0, 1, 8, Stride(64, offset=4)), 64, 1, "offset=4"),
+        (PageList(0, 0, 1, 8, Stride(64, segment=8)), 16, 2, "segment=8"),
         (PageList(0, 4, 1, 8, Stride(64)), 64, 1, "not aligned to 8"),
         (PageList(0, 0, 1, 8, Stride(64)), 0, 1, "nothing to copy"),
         (PageList(0, 0, 2**20, 8, Stride(64)), 2**24, 1, "split the list"),
@@ -97,15 +97,15 @@ def test_what_the_kernels_cannot_do_is_refused(
 ) -> None:
     good = PageList(0, 0, pages.entries, 8, Stride(2**24))
     with pytest.raises(ValueError, match=message):
-        Unlaunchable().copy(pages, good, unit_bytes=unit_bytes, segments=segments, stream=0)
+        Unlaunchable().copy(pages, good, unit_bytes=unit_bytes, segments=segments)
     with pytest.raises(ValueError, match=message):
-        Unlaunchable().copy(good, pages, unit_bytes=unit_bytes, segments=segments, stream=0)
+        Unlaunchable().copy(good, pages, unit_bytes=unit_bytes, segments=segments)
     with pytest.raises(ValueError, match=message):
-        Unlaunchable().sum(pages, unit_bytes=unit_bytes, segments=segments, stream=0, sums=16)
+        Unlaunchable().sum(pages, unit_bytes=unit_bytes, segments=segments, sums=16)
 
 
 def test_lists_of_different_length_are_refused() -> None:
     pages = PageList(0, 0, 4, 8, Stride(64))
     for other in (pages._replace(entries=5), pages._replace(index_bytes=4)):
         with pytest.raises(ValueError, match="page lists differ"):
-            Unlaunchable().copy(pages, other, unit_bytes=64, stream=0)
+            Unlaunchable().copy(pages, other, unit_bytes=64)
