@@ -21,37 +21,47 @@ def test_without_cuda_core_the_missing_extra_is_named(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def nvrtc() -> None:
+def small(tmp_path: Path) -> Path:
+    """A source that compiles at once; skips where NVRTC is missing."""
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    source = tmp_path / "small.cu"
+    source.write_text('extern "C" __global__ void small(unsigned* x) { *x = 1; }')
     try:
-        compiled.cubin(SOURCE, "sm_90", None)
+        compiled.cubin(source, "sm_90", None)
     except compiled.KernelsUnavailable as error:
         if "need NVRTC" in str(error):
             pytest.skip(str(error))
         raise
+    return source
 
 
-@pytest.mark.usefixtures("nvrtc")
-def test_compiled_code_is_kept_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small")
+def test_nvrtc_compiles_the_page_copy_kernels() -> None:
+    assert compiled.cubin(SOURCE, "sm_90", None).startswith(b"\x7fELF")
+
+
+def test_compiled_code_is_kept_and_survives_damage(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "new" / "folder"
-    code = compiled.cubin(SOURCE, "sm_90", cache)
+    code = compiled.cubin(small, "sm_90", cache)
     (kept,) = cache.iterdir()
     assert code.startswith(b"\x7fELF")
 
     kept.write_bytes(kept.read_bytes()[:-100])
-    assert compiled.cubin(SOURCE, "sm_90", cache) == code
+    assert compiled.cubin(small, "sm_90", cache) == code
     assert len(list(cache.iterdir())) == 1, "a draft was left behind"
 
     def refuse(*_: object) -> bytes:
         raise AssertionError("compiled although the code is kept")
 
     monkeypatch.setattr(compiled, "_compile", refuse)
-    assert compiled.cubin(SOURCE, "sm_90", cache) == code
+    assert compiled.cubin(small, "sm_90", cache) == code
     with pytest.raises(AssertionError, match="compiled although"):
-        compiled.cubin(SOURCE, "sm_80", cache)
+        compiled.cubin(small, "sm_80", cache)
 
 
-@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.usefixtures("small")
 def test_a_mistake_in_the_source_shows_the_compilers_words(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cu"
     source.write_text("__global__ void f() { undeclared = 1; }")
@@ -59,13 +69,12 @@ def test_a_mistake_in_the_source_shows_the_compilers_words(tmp_path: Path) -> No
         compiled.cubin(source, "sm_90", None)
 
 
-@pytest.mark.usefixtures("nvrtc")
 def test_a_folder_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert compiled.cubin(SOURCE, "sm_90", blocked / "cache").startswith(b"\x7fELF")
+    assert compiled.cubin(small, "sm_90", blocked / "cache").startswith(b"\x7fELF")
     assert "not kept" in caplog.text
 
 
