@@ -85,9 +85,7 @@ __device__ __forceinline__ u64 vector_sum(uint4 vector, u64 salt) {
   return mix(first + salt) + mix(second + salt + kStep);
 }
 
-__device__ __forceinline__ u64 salt_at(i64 byte_in_page) {
-  return (static_cast<u64>(byte_in_page) / 8 + 1) * kStep;
-}
+__device__ __forceinline__ u64 salt_at(i64 byte_in_page) { return (static_cast<u64>(byte_in_page) / 8 + 1) * kStep; }
 
 __device__ __forceinline__ u64 warp_total(u64 value) {
 #pragma unroll
@@ -194,8 +192,7 @@ __device__ void run_short_units(const Side& source, const Side& target, const Li
       const u32 j = i * kLanes + lane;
       const u32 ordinal = j * inverse >> 16;
       if (j < live)
-        held[i] =
-            __ldcs(address(source, list, unit_at(list, first + ordinal)) + (j - ordinal * list.vectors));
+        held[i] = __ldcs(address(source, list, unit_at(list, first + ordinal)) + (j - ordinal * list.vectors));
     }
 #pragma unroll
     for (u32 i = 0; i < kShortDepth; ++i) {
@@ -231,14 +228,11 @@ __device__ __forceinline__ void run(const Side& source, const Side& target, cons
   }
 }
 
-__device__ __forceinline__ Side side_of(u64 base, u64 index, i64 page_stride, i64 offset,
-                                        i64 segment_stride) {
-  return {reinterpret_cast<char*>(base), reinterpret_cast<const void*>(index), page_stride, offset,
-          segment_stride};
+__device__ __forceinline__ Side side_of(u64 base, u64 index, i64 page_stride, i64 offset, i64 segment_stride) {
+  return {reinterpret_cast<char*>(base), reinterpret_cast<const void*>(index), page_stride, offset, segment_stride};
 }
 
-__device__ __forceinline__ List list_of(i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes,
-                                        u64 counter) {
+__device__ __forceinline__ List list_of(i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter) {
   return {static_cast<u32>(entries), static_cast<u32>(segments), static_cast<u32>(unit_bytes / kVectorBytes),
           index_bytes == 8, reinterpret_cast<u32*>(counter)};
 }
@@ -250,9 +244,9 @@ __device__ __forceinline__ List list_of(i64 entries, i64 segments, i64 unit_byte
 extern "C" {
 
 __global__ void __launch_bounds__(1024)
-    page_copy(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment,
-              u64 target, u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment,
-              i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter) {
+    page_copy(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment, u64 target,
+              u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment, i64 entries, i64 segments,
+              i64 unit_bytes, i64 index_bytes, u64 counter) {
   run<true, false>(side_of(source, source_index, source_stride, source_offset, source_segment),
                    side_of(target, target_index, target_stride, target_offset, target_segment),
                    list_of(entries, segments, unit_bytes, index_bytes, counter), nullptr);
@@ -261,18 +255,17 @@ __global__ void __launch_bounds__(1024)
 // As page_copy; also adds to sums[e] what the bytes of entry e are worth at their place in the target page.
 // The caller clears the sums before the first part of a page and finishes them after the last.
 __global__ void __launch_bounds__(1024)
-    page_copy_sum(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment,
-                  u64 target, u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment,
-                  i64 entries, i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
+    page_copy_sum(u64 source, u64 source_index, i64 source_stride, i64 source_offset, i64 source_segment, u64 target,
+                  u64 target_index, i64 target_stride, i64 target_offset, i64 target_segment, i64 entries, i64 segments,
+                  i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
   run<true, true>(side_of(source, source_index, source_stride, source_offset, source_segment),
                   side_of(target, target_index, target_stride, target_offset, target_segment),
                   list_of(entries, segments, unit_bytes, index_bytes, counter), reinterpret_cast<u64*>(sums));
 }
 
 // The sums of pages where they lie, as page_copy_sum would have made them.
-__global__ void __launch_bounds__(1024)
-    page_sum(u64 pages, u64 index, i64 stride, i64 offset, i64 segment, i64 entries, i64 segments,
-             i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
+__global__ void __launch_bounds__(1024) page_sum(u64 pages, u64 index, i64 stride, i64 offset, i64 segment, i64 entries,
+                                                 i64 segments, i64 unit_bytes, i64 index_bytes, u64 counter, u64 sums) {
   const Side side = side_of(pages, index, stride, offset, segment);
   run<false, true>(side, side, list_of(entries, segments, unit_bytes, index_bytes, counter),
                    reinterpret_cast<u64*>(sums));
