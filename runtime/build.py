@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import ToFront
@@ -25,7 +25,7 @@ from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.sender import Sender
-from kvrail.transfer.ucx import native, open_context
+from kvrail.transfer.ucx import open_context, open_reactor
 
 __all__ = ["BuiltRank", "build_rank", "page_count"]
 
@@ -72,9 +72,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     layout = model.layout
     pages = page_count(config, layout)
     with contextlib.ExitStack() as stack:
-        context = open_context(config.put_transport, config.kv_host, overrides=ucx_overrides())
+        context = open_context(
+            config.put_transport,
+            config.kv_host,
+            library=config.ucx or environment("KVRAIL_UCX"),
+            overrides=ucx_overrides(),
+        )
         stack.callback(context.close)
-        reactor = native.Reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
         stack.callback(reactor.close)
         pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
         stack.callback(pools.close)
@@ -88,6 +93,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        stack.callback(engine.close)
         links: Links | None = None
         if config.role != "single":
             links = Links(

@@ -133,6 +133,7 @@ class Completion:
                 self._board.connecting(LinkKey(peer.incarnation, peer.rank))
                 self._links.connect(peer)
             case Disconnect(incarnation=incarnation, rank=rank, reason=reason) if self._links is not None:
+                self._board.drop(LinkKey(incarnation, rank))
                 self._links.disconnect(LinkKey(incarnation, rank), reason)
             case _:
                 _log.warning("%s is not for this role", type(message).__name__)
@@ -144,8 +145,8 @@ class Completion:
         match event:
             case LinkUp(key, epoch, lane):
                 receiver.link_up(now, key, epoch, lane.fence)
-            case LinkDown(key, epoch, reason, proof):
-                receiver.link_down(now, key, epoch, reason, proof)
+            case LinkDown(key, epoch, reason):
+                receiver.link_down(now, key, epoch, reason)
             case Proven(key, epoch, how):
                 receiver.proven(now, key, epoch, how)
             case Suspect(key):

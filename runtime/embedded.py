@@ -139,6 +139,10 @@ class EmbeddedEngine:
         sequence = self._sequences.get(sequence_id)
         return None if sequence is None else sequence.state
 
+    def close(self) -> None:
+        """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
+        self._memory = torch.empty(0)
+
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""

@@ -35,13 +35,16 @@ class LinkBoard:
         # Stuck peers, with the step count at which they stood still.
         self._stuck: dict[LinkKey, int] = {}
         self._steps: dict[LinkKey, int] = {}
+        self._dropped: set[LinkKey] = set()
 
     def connecting(self, key: LinkKey) -> None:
         """The front asked for this link; nothing is known yet."""
+        self._dropped.discard(key)
         self._report(key, "connecting")
 
-    def forget(self, key: LinkKey) -> None:
-        """The front has no more use for this link."""
+    def drop(self, key: LinkKey) -> None:
+        """The front has forgotten this link: its end, still to come, is news for nobody."""
+        self._dropped.add(key)
         for table in (self._reports, self._counters, self._stuck, self._steps):
             table.pop(key, None)
 
@@ -61,6 +64,8 @@ class LinkBoard:
 
     def note(self, event: LinkEvent) -> None:
         """Report what this event changes."""
+        if getattr(event, "key", None) in self._dropped:
+            return
         match event:
             case LinkUp(key, epoch, lane):
                 self._counters.setdefault(key, Counter(pages=0, bytes=0, tickets=0))
@@ -74,7 +79,7 @@ class LinkBoard:
                         transport=lane.transport,
                         memory=lane.memory,
                         reason=lane.reason,
-                        probes=[tuple(probe) for probe in lane.probes],
+                        probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
                         same_host=lane.same_host,
                     )
                 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.transfer.ucx import native
+from kvrail.transfer.ucx import checksum_pages
 
 if TYPE_CHECKING:
     from kvrail.transfer.memory import HostPool
@@ -18,7 +18,7 @@ __all__ = ["pack_checksums", "page_checksums", "unpack_checksums"]
 
 def page_checksums(pool: HostPool, units: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
     """The checksum of each unit, in order (uint64 [len(units)]). The GIL is released meanwhile."""
-    return native.checksum_pages(pool.address, pool.unit_bytes, units)
+    return checksum_pages(pool.address, pool.unit_bytes, units)
 
 
 def pack_checksums(sums: npt.NDArray[np.uint64]) -> bytes:
