@@ -9,14 +9,17 @@ that starts a batch until the receiver's Python knows that it is complete.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -29,7 +32,7 @@ from kvrail.frontend.bench_rank import OPTIONS
 from kvrail.frontend.bench_session import Receiver, Session
 from kvrail.transfer.errors import TransferError
 
-__all__ = ["Record", "main", "measure"]
+__all__ = ["Plan", "Record", "main", "measure"]
 
 WAYS = (*OPTIONS, "socket", "memcpy", "nixl")
 # (page bytes, pages): batches of 16 MiB and more; smaller ones are judged by latency.
@@ -45,6 +48,8 @@ _QUICK = ((4 << 10, 4096), (64 << 10, 256), (512 << 10, 32), (4 << 20, 4))
 _LATENCY_PAGE = 64 << 10
 # A progress thread that spins this long after each event spins through the pauses between batches.
 _SPIN_US = 20_000
+# A dozen cells with their set-up fit into a minute.
+_QUICK_CELL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,35 +71,44 @@ class Record:
     threads: str
 
 
-def measure(
-    cells: list[tuple[int, int]], ways: tuple[str, ...], rounds: int, *, latency: bool, say: Any = print
-) -> Iterator[Record]:
-    """Every way at each (page bytes, pages) of `cells`, then, if wanted, the latency of one 64 KiB page."""
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. A cell stops early, after at least three rounds, when it has taken `cell_s` seconds."""
+
+    cells: tuple[tuple[int, int], ...]
+    ways: tuple[str, ...]
+    rounds: int
+    cell_s: float = math.inf
+    latency: bool = True
+
+
+def measure(plan: Plan, say: Callable[[str], object] = print) -> Iterator[Record]:
+    """Every way at each (page bytes, pages), then, if wanted, the latency of one 64 KiB page."""
     receiver = Receiver()
     with tempfile.TemporaryDirectory(prefix="kvrail-bench-") as name, contextlib.closing(receiver):
         folder = Path(name)  # mode 0700
-        for page_bytes, pages in cells:
-            yield from _cell(receiver, ways, page_bytes, pages, rounds, 0, folder, say)
-        if latency:
-            for spin_us in (0, _SPIN_US):
-                # One at a time: the spinning threads of several would share the cores.
-                for way in (way for way in ways if way in OPTIONS or (way != "memcpy" and not spin_us)):
-                    yield from _cell(
-                        receiver, (way,), _LATENCY_PAGE, 1, max(rounds, 50), spin_us, folder, say
-                    )
+        for page_bytes, pages in plan.cells:
+            yield from _cell(receiver, plan, page_bytes, pages, 0, folder, say)
+        if not plan.latency:
+            return
+        for spin_us in (0, _SPIN_US):
+            # One at a time: the spinning threads of several would share the cores.
+            for way in plan.ways:
+                if way in OPTIONS or (way != "memcpy" and not spin_us):
+                    alone = dataclasses.replace(plan, ways=(way,), rounds=max(plan.rounds, 50))
+                    yield from _cell(receiver, alone, _LATENCY_PAGE, 1, spin_us, folder, say)
 
 
 def _cell(
     receiver: Receiver,
-    ways: tuple[str, ...],
+    plan: Plan,
     page_bytes: int,
     pages: int,
-    rounds: int,
     spin_us: int,
     folder: Path,
-    say: Any,
+    say: Callable[[str], object],
 ) -> Iterator[Record]:
-    session = Session(receiver, ways, page_bytes, pages, spin_us, folder)
+    session = Session(receiver, plan.ways, page_bytes, pages, spin_us, folder)
     try:
         for way, reason in session.missing.items():
             say(f"{way}: not measured: {reason}")
@@ -102,7 +116,10 @@ def _cell(
         times: dict[str, list[float]] = {way: [] for way in session.facts}
         good = dict.fromkeys(session.facts, True)
         number = 0
-        for turn in range(rounds + 1):
+        until = time.monotonic() + plan.cell_s
+        for turn in range(plan.rounds + 1):
+            if turn > 3 and time.monotonic() > until:
+                break
             for way in session.facts:
                 number += 1
                 us, verified = session.batch(way, number, pages, rng)
@@ -122,7 +139,7 @@ def _cell(
                 gb_per_s=round(page_bytes * pages / median / 1000, 3),
                 us_per_page=round(median / pages, 3),
                 verified=good[way],
-                rounds=rounds,
+                rounds=len(times[way]),
                 backing=session.backing,
                 threads=session.threads,
             )
@@ -136,7 +153,7 @@ def _table(records: list[Record]) -> Table:
     )
     for column in ("way", "page"):
         table.add_column(column, no_wrap=True)
-    for column in ("pages", "median µs", "p99 µs", "GB/s", "µs/page", "verified"):
+    for column in ("pages", "median µs", "p99 µs", "GB/s", "µs/page", "same"):
         table.add_column(column, justify="right", no_wrap=True)
     before = None
     for record in records:
@@ -169,6 +186,9 @@ def _command(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="also write the records to this file")
     ] = None,
+    latency: Annotated[
+        bool, typer.Option(help="also one 64 KiB page at a time, threads asleep and awake")
+    ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and rounds: under a minute")] = False,
 ) -> None:
     """Measure how fast pages move between two processes of this host, by every way that there is."""
@@ -180,14 +200,21 @@ def _command(
     for size in page_bytes or []:
         if size < 4096 or size % 4096:
             raise typer.BadParameter(f"--page-bytes {size}: a multiple of 4096")
-    cells = list(_QUICK if quick else _FULL)
+    cells: tuple[tuple[int, int], ...] = _QUICK if quick else _FULL
     if page_bytes or pages:
         sizes = page_bytes or [64 << 10]
-        cells = [(size, count) for size in sizes for count in pages or [max(1, (16 << 20) // size)]]
+        cells = tuple((size, count) for size in sizes for count in pages or [max(1, (16 << 20) // size)])
     version = nixl_version()
     records: list[Record] = []
     with console.status("measuring") as status:
-        for record in measure(cells, wanted, rounds or (8 if quick else 30), latency=True, say=console.print):
+        plan = Plan(
+            cells,
+            wanted,
+            rounds or (15 if quick else 30),
+            cell_s=_QUICK_CELL_S if quick else math.inf,
+            latency=latency,
+        )
+        for record in measure(plan, console.print):
             records.append(record)
             status.update(f"measuring: {_bytes(record.page_bytes)} x {record.pages}")
     console.print(_table(records))
