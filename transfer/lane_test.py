@@ -87,7 +87,8 @@ def lane_test(
             pool_id = PROBE_POOL if lane == "put" else _PROBE_SHM
             _import(link, lane, probe, fds, pool_id)
             yield from _self_test(link, offer, pool_id, pool, source_unit, writer_keys)
-            transports = link.transports()
+            with _native_errors():
+                transports = link.transports()
             if plan.scope == "network" and has_local(transports):
                 raise LaneUnavailable(
                     f"UCX uses {', '.join(transports)}, although only network lanes were offered"
