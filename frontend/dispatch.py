@@ -128,10 +128,9 @@ class Dispatcher:
                         case Output():
                             yield event
             finally:
-                if call is not None:
+                if call is not None and peer is not None and not request.ended:
                     call.cancel()
-                    if not request.ended and peer is not None:
-                        self._spawn(self._cancel_prefill(job, peer))
+                    self._spawn(self._cancel_prefill(job, peer))
                 request.abort(job.outcome or "cancelled by the client")
 
     def _choose(self, job: Job) -> Route | None:

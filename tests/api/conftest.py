@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from kit.fake_rank import FakeRank
 from kit.live_server import LiveServer, config
 from kit.tiny_model import write_model_folder
-
 from kvrail.runtime.messages import ToFront, ToRank
 
 Behaviour = Callable[[FakeRank, ToRank], Iterable[ToFront]]

@@ -45,7 +45,9 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert load_cluster_token(config(tmp_path, token_file=str(path))) == b"x" * 32
 
 
-@pytest.mark.parametrize("content", ["", "short", "two words that are long enough", "zwölfundzwanzig-zeichen"])
+@pytest.mark.parametrize(
+    "content", ["", "short", "two words that are long enough", "zwölfundzwanzig-zeichen"]
+)
 def test_a_bad_token_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "token"
     path.touch(mode=0o600)

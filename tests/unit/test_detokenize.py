@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.tiny_model import END, byte_fallback_tokenizer, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
+from kit.tiny_model import END, byte_fallback_tokenizer, byte_level_tokenizer
 from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.runtime.errors import ConfigError
 

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kit.tiny_model import END, write_model_folder
 
+from kit.tiny_model import END, write_model_folder
 from kvrail.frontend.render import Renderer
 from kvrail.runtime.errors import BadRequest, ConfigError
 

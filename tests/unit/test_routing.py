@@ -62,7 +62,9 @@ def test_affinity_overflows_to_the_next_in_order() -> None:
 def test_least_loaded() -> None:
     a, b = peer(1, load=3), peer(2, load=1)
     for key in KEYS[:20]:
-        chosen = route([linked(0, a, b, load=2), linked(1, a, b)], [a, b], policy="least-loaded", affinity=key)
+        chosen = route(
+            [linked(0, a, b, load=2), linked(1, a, b)], [a, b], policy="least-loaded", affinity=key
+        )
         assert chosen == Route(1, b)
 
 
