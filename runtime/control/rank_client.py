@@ -143,7 +143,7 @@ class RankClient:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 200)
-        self._monitor = cast(zmq.asyncio.Socket, self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.endpoint)
         self._tasks = [
             asyncio.create_task(self._listen(self._socket)),

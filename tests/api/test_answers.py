@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -262,8 +263,6 @@ def test_many_at_once_are_not_mixed_up(stand: Any) -> None:
     def echo(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
         if isinstance(message, Submit):
             yield output(message.request_id, unpack_u32(message.tokens).tolist(), "length")
-
-    import concurrent.futures
 
     at = stand(echo, queue_limit=4)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:

@@ -151,6 +151,7 @@ def test_api_keys_guard_the_openai_routes_only(stand: Any, tmp_path: Path) -> No
         assert refused(response, 401)["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
         refused(at.client.get("/v1/models", headers=key), 401)
+        refused(at.client.post(CHAT, json={"surprise": 1}, headers=key), 401)
     good = {"Authorization": "Bearer sesame"}
     assert at.client.post(CHAT, json={"messages": HI}, headers=good).status_code == 200
     for path in ("/health", "/ready", "/metrics", "/lanes"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -325,8 +326,6 @@ def test_short_prompts_stay_here(pair: Any) -> None:
 
 
 def test_no_more_tickets_than_a_prefill_rank_takes(pair: Any) -> None:
-    import concurrent.futures
-
     ce, pe = pair(pe_limit=1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ce.client.post, CHAT, json=ASK) for _ in range(2)]
@@ -339,6 +338,26 @@ def test_no_more_tickets_than_a_prefill_rank_takes(pair: Any) -> None:
         ce.rank.send(output(second.request_id, ids("b"), "length", route="remote"))
         texts = {one.result(15).json()["choices"][0]["message"]["content"] for one in asked}
     assert texts == {"a", "b"}
+
+
+def test_prefills_of_others_are_waited_for(stand: Any) -> None:
+    pe = stand(accepts, role="pe", queue_limit=1)
+    pe.server.wait_ready()
+    # Another completion engine's prefill is there before ours looks.
+    assert post(pe.server.url, "/prefill", call(pe, "other")).status_code == 202
+
+    def answers_remote(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Submit):
+            yield output(message.request_id, ids("a"), "length", route="remote")
+
+    ce = stand(answers_remote, role="ce", pe_url=(pe.server.url,))
+    link(ce, pe)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ce.client.post, CHAT, json=ASK)
+        ce.server.wait_until("/metrics", lambda r: "kvrail_front_waiting 1.0" in r.text)
+        pe.rank.send(PrefillDone(request_id="other", ok=True))
+        # Nothing of ours ends; the next look at the prefill engine finds the room.
+        assert asked.result(15).headers["x-kvrail-prefill"] == "remote"
 
 
 def test_lanes_and_metrics_of_links(pair: Any) -> None:
