@@ -59,7 +59,9 @@ def make_prompts(page_tokens: int, longest: int, count: int | None = None) -> li
     lengths += [3 * page + 5, 4 * page, 31, 64, 100]
     draw = random.Random(7)
     prompts: list[list[int] | str] = [
-        [draw.randrange(300, 2000) for _ in range(length)] for length in lengths if 0 < length <= longest
+        [draw.randrange(300, 2000) for _ in range(length)]
+        for length in sorted(set(lengths))
+        if 0 < length <= longest
     ]
     prompts += list(_TEXTS)
     if count is not None:

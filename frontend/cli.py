@@ -49,7 +49,9 @@ def _launch_command() -> Callable[..., None]:
         """Start one role: its HTTP server and its rank processes. Ctrl-C stops all of them."""
         from kvrail.frontend.launch import launch_role  # only this command needs the server's imports
 
-        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()
+        }
         raise typer.Exit(launch_role(LaunchConfig(**settings)))
 
     launch.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

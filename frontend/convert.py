@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`runtime convert`: a GGUF model as a safetensors folder, so that later starts take seconds instead of half a minute."""
+"""`runtime convert`: a GGUF model as a safetensors folder, so that later starts take seconds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ def convert_model(model: str, out: str | None) -> int:
     """Convert `model` into the folder `out`, or into the cache; prints the folder. Returns the exit status."""
     say = Console(stderr=True)
     with say.status(f"converting {model}") as status:
+
+        def progress(what: str, share: float) -> None:
+            status.update(f"{what}: {share:.0%}")
+
         path = Path(model)
         if out is not None and path.suffix == ".gguf":
-            convert_gguf(path, Path(out), status.update)
+            convert_gguf(path, Path(out), progress)
             folder = Path(out)
         else:
-            folder = resolve_model(model, status.update)
+            folder = resolve_model(model, progress)
     print(folder)
     return 0

@@ -136,7 +136,8 @@ def _ask(url: str, question: str, max_tokens: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    started, first, usage, text = time.perf_counter(), 0.0, {}, ""
+    usage: dict[str, Any] = {}
+    started, first, text = time.perf_counter(), 0.0, ""
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
         if response.status_code != 200:
             response.read()

@@ -7,14 +7,14 @@ came of it. Idle, it sleeps in poll on the front's socket and the links' descrip
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
+import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -24,7 +24,7 @@ from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.messages import PeerRank, Ready, Shutdown, Stats, ToFront, ToRank
 from kvrail.runtime.process import RankSpec, die_with_parent
-from kvrail.transfer.links import LinkEvent
+from kvrail.transfer.link_events import LinkEvent
 
 __all__ = ["Loop", "Role", "main"]
 
@@ -62,8 +62,8 @@ class Role(Protocol):
 class Front:
     """This rank's end of the socket to its front."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket = context.socket(zmq.PAIR)
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self.socket = socket
         # What is queued is bounded by the requests that the front admitted; never drop, never block.
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
@@ -90,7 +90,13 @@ class Front:
 class Loop:
     """The step loop. `links_fd` is readable when the links have something to say; None without links."""
 
-    def __init__(self, front: Front, role: Role, links_fd: int | None, poll_links: LinkPoll | None) -> None:
+    def __init__(
+        self,
+        front: Front,
+        role: Role,
+        links_fd: int | None,
+        poll_links: Callable[[float], list[LinkEvent]] | None,
+    ) -> None:
         self._front = front
         self._role = role
         self._poll_links = poll_links
@@ -137,12 +143,6 @@ class Loop:
         return worked
 
 
-class LinkPoll(Protocol):
-    """`Links.poll`."""
-
-    def __call__(self, now: float) -> list[LinkEvent]: ...
-
-
 def main() -> None:
     """Entry point: the spec comes on stdin."""
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
@@ -155,15 +155,24 @@ def main() -> None:
         level=spec.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {spec.config.role} rank {spec.rank} %(name)s: %(message)s",
     )
-    with contextlib.closing(zmq.Context[zmq.Socket[bytes]]()) as context:
-        front = Front(context, spec.endpoint)
-        with contextlib.closing(front.socket):
-            _serve(spec, front)
+    # Leaving the context sends what is queued (LINGER) and closes it.
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
+        _serve(spec, Front(socket, spec.endpoint))
+    # All that matters is closed, in order. What is left is the interpreter taking torch apart, object by object:
+    # seconds of a busy core, while whoever stopped this role waits.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _serve(spec: RankSpec, front: Front) -> None:
     # Imported here: they bring torch and UCX, and a wrong spec should fail before that.
+    from transformers.utils.logging import disable_progress_bar
+
     from kvrail.runtime.build import build_rank
+
+    # Several ranks write to one terminal, or into one log: the front says how far they are.
+    disable_progress_bar()
 
     incarnation = secrets.token_bytes(16)
     with build_rank(spec, incarnation, front.send) as rank:

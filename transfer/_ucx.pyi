@@ -1,100 +1,165 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed stub of the native module (transfer/csrc). Import it through kvrail.transfer.ucx, which picks the library."""
+"""Typed stub of the native module (transfer/csrc). Use it through kvrail.transfer.ucx, which picks the library.
+
+Calls return at once; what becomes of them is told by events. Objects keep their parents alive. An object that is
+dropped is closed; close() may be called twice.
+"""
 
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.transfer.errors import UcxFailed
+
+UcxError = UcxFailed  # the very class that is raised
 U32 = npt.NDArray[np.uint32]
 
-class UcxError(Exception):
-    """args = (call: str, status: int, text: str)."""
-
 def library_version() -> tuple[int, int, int]: ...
+def copy_kind() -> str:
+    """How lane shm copies here: "avx512", "avx", "sse2" or "memcpy"."""
+
+def interfaces() -> list[tuple[str, str]]:
+    """(name, address) of every network interface."""
+
 def checksum_pages(base: int, page_bytes: int, pages: U32) -> npt.NDArray[np.uint64]:
-    """64-bit checksum of each page (GIL released). See csrc/checksum.h for the definition."""
+    """64-bit checksum of each page (GIL released). See csrc/checksum.h for the definition.
+
+    ValueError unless page_bytes is a multiple of 8.
+    """
 
 @final
 class Context:
     """One ucp_context (features RMA, AM, WAKEUP). An unknown or refused setting raises UcxError."""
     def __init__(self, settings: dict[str, str]) -> None: ...
-    def register(self, address: int, nbytes: int, memory: str = "host") -> Region: ...
+    def register(self, address: int, nbytes: int, memory: str = "host") -> Region:
+        """Register caller's memory, which must outlive the region. `memory`: host, cuda, cuda-managed, rocm."""
     def transports(self) -> list[str]: ...
     def describe(self) -> str: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unmaps every region. Raises while a link lives."""
 
 @final
 class Region:
     """Registered memory (ucp_mem_map). Refuses memory that UCX classifies as another kind than `memory`."""
 
-    address: int
-    nbytes: int
-    memory: str
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def memory(self) -> str: ...
     def packed_key(self) -> bytes: ...
     def close(self) -> None:
-        """Raises while any link lives (I7)."""
+        """Raises while any link lives (I7); waits up to 5 s, without the GIL, for links that are closing."""
 
 @final
 class Reactor:
-    """The one progress thread. Owns every worker, endpoint, key and request; told by a queue, tells by an eventfd."""
+    """The one progress thread. Owns every worker, endpoint, key and request; told by a queue, tells by an eventfd.
+
+    `spin_us`: how long it spins after the last work before it sleeps. `copy_threads`: threads for lane shm; with 0
+    the progress thread copies, a slice at a time.
+    """
     def __init__(self, context: Context, *, spin_us: int = 0, copy_threads: int = 1) -> None: ...
     @property
-    def event_fd(self) -> int: ...
-    def open_link(self, *, epoch: int, cookie: int) -> Link: ...
+    def event_fd(self) -> int:
+        """Readable while drain() may have something; for epoll."""
+    def open_link(self, *, epoch: int, cookie: int) -> Link:
+        """A link with its own worker. Both sides give the same `cookie` (64 bits): messages with another one are
+        counted and dropped."""
     def drain(self) -> list[tuple[int, int, int, int, bytes]]:
         """Pending events: (kind, link id, writer key or token, status, payload). Kinds are the EVENT_* constants."""
     def stats(self) -> dict[str, int]: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close every link and end the threads, within about a second. Events stay to be drained."""
 
 EVENT_MESSAGE: int  # payload = one link message, in the order sent
-EVENT_CONTROL: int  # the control stream closed or broke: payload = reason
-EVENT_LINK_ERROR: int  # the UCX endpoint failed: status, payload = text
-EVENT_FENCED: int  # the link's worker is destroyed; no tcp/rdma write can land any more
-EVENT_FLUSHED: int  # key = the token given to Link.flush; status
-EVENT_PROGRESS: int  # key = writer key; every unit submitted so far is locally complete
-EVENT_RUNG: int  # key = writer key; the doorbell given to Writer.ring has been sent
-EVENT_QUIET: (
-    int  # key = writer key; status 0: stopped, all callbacks OK, flush OK, endpoint healthy; else unproven
+EVENT_CONTROL: int  # the control stream ended: status = errno (0: the peer closed it), payload = reason
+EVENT_LINK_ERROR: (
+    int  # the UCX endpoint failed: status, payload = text. Once a link; its writers fail with it
 )
-EVENT_FAILED: int  # key = writer key; a put failed, or was refused (bounds, deadline, link): payload = reason
+# The link's worker is destroyed. On the side that is written to: no tcp or rdma write of the peer can land any more
+# (cma and shm need the peer's process to be gone). On the side that writes: none of our threads writes any more.
+EVENT_FENCED: int
+EVENT_FLUSHED: int  # key = the token given to Link.flush; status
+EVENT_PROGRESS: (
+    int  # key = writer key; every unit submitted so far is locally complete (not told before a RUNG)
+)
+# How a writer ends: RUNG or FAILED at most once, and never both; QUIET exactly once, if and only if stop() is called.
+# stop() before RUNG or FAILED: only QUIET comes. After them: QUIET comes as well. Nothing follows QUIET.
+EVENT_RUNG: int  # key = writer key; every unit landed, the flush was OK, the doorbell has been sent
+# (payload: when that was, time.monotonic_ns() in decimal)
+# key = writer key; status 0: nothing of this writer is under way or will ever be: every *posted* put was OK, then a
+# flush, on an endpoint that never failed. Also 0 after a FAILED that only refused (bounds, time to live). Else
+# unproven. Waits for what is under way as long as the link lives: a frozen peer is the caller's to fence.
+EVENT_QUIET: int
+# key = writer key; a put failed (status), or units were refused: bounds (UCS_ERR_INVALID_ADDR), time to live over
+# (UCS_ERR_TIMED_OUT), link lost, fenced or closed; payload = reason. Nothing more is posted, no doorbell goes out.
+EVENT_FAILED: int
 
 @final
 class Link:
     """One peer: own worker, endpoint, imported pools. All calls return at once; results are events."""
 
-    id: int
-    epoch: int
-    def address(self) -> bytes:
-        """This side's worker address."""
-    def connect(self, peer_address: bytes) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    def address(self, *, network_only: bool = False) -> bytes:
+        """This side's worker address; `network_only` leaves out the transports that stay within one host."""
+    def connect(self, peer_address: bytes) -> None:
+        """Make the endpoint. Before it, nothing can be sent, flushed or imported for put."""
     def transports(self) -> list[str]:
         """Transports of the endpoint's lanes, as UCX reports them (after connect)."""
-    def import_put(self, pool: int, *, base: int, nbytes: int, unit_bytes: int, key: bytes) -> None: ...
+    def describe(self) -> str:
+        """UCX's own text about the endpoint: its lanes and what each is used for."""
+    def import_put(self, pool: int, *, base: int, nbytes: int, unit_bytes: int, key: bytes) -> None:
+        """The peer's pool, to be written by puts. Importing an id again replaces it for the pushes that follow."""
     def import_shm(self, pool: int, *, fd: int, offset: int, nbytes: int, unit_bytes: int) -> None:
-        """Map the peer's memfd (the fd stays the caller's)."""
+        """Map the peer's memfd (the fd stays the caller's). ValueError unless it is large enough and sealed
+        against shrinking; OSError when it cannot be mapped."""
     def attach_control(self, fd: int, interval_ms: int) -> None:
-        """Hand over the connected control socket: from now on heartbeats only. Takes ownership of the fd."""
-    def set_beat(self, payload: bytes) -> None: ...
+        """Hand over the connected control socket: from now on heartbeats only. Takes ownership of the fd.
+
+        Nothing but heartbeat frames (uint32 LE length, payload) may be under way in either direction. A fence leaves
+        it running, close() ends it.
+        """
+    def set_beat(self, payload: bytes) -> None:
+        """What the next heartbeats carry, at most 1 MiB; before the first call they are empty."""
     def peer_beat(self) -> tuple[float, bytes]:
-        """(seconds since the last heartbeat arrived, its payload); payload empty before the first one."""
+        """(seconds since the last heartbeat arrived, its payload); payload empty before the first one.
+
+        Before the first one, seconds count from attach_control; infinite without a control stream.
+        """
     def send(self, message: bytes) -> None: ...
     def flush(self, token: int) -> None: ...
     def writer(self, key: int, *, ttl_s: float) -> Writer: ...
     def fence(self) -> None:
         """Destroy the worker. Every writer of this link fails; EVENT_FENCED follows."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let the last messages out (0.3 s at most), then give everything back. Proves nothing about the peer."""
 
 @final
 class Writer:
-    """All writes of one ticket. Counts units; refuses after stop, fence or deadline (I3)."""
+    """All writes of one ticket. Counts units; refuses after stop, fence or deadline (I3).
 
-    key: int
-    posted: int
-    done: int
-    failed: int
+    Keep it until its last event: a writer that is dropped before ring() stops without an answer.
+    """
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def posted(self) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
     def push(self, pool: int, source: int, source_units: U32, target_units: U32) -> None:
-        """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs."""
+        """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
+
+        The indices are copied before it returns. Source units must lie in one registered region, also for lane shm.
+        ValueError after ring() or when the lengths differ; silently nothing after stop().
+        """
     def renew(self, ttl_s: float) -> None: ...
     def ring(self, message: bytes) -> None:
         """After every unit so far is OK: flush, then send `message` in order. EVENT_RUNG, or EVENT_FAILED."""

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "link.h"
+
+#include <future>
+#include <limits>
+#include <utility>
+
+#include "context.h"
+#include "reactor.h"
+#include "status.h"
+#include "writer.h"
+
+namespace kvrail {
+namespace {
+
+constexpr int kProgressPerTurn = 4;
+
+}  // namespace
+
+Link::Link(Reactor& reactor, std::uint32_t id, std::uint32_t epoch, std::uint64_t cookie)
+    : reactor_(reactor), id_(id), epoch_(epoch), cookie_(cookie) {
+  worker_ = std::make_unique<Worker>(reactor.context().handle(), kMessageId, on_message, this);
+  address_ = worker_->address();
+  network_address_ = worker_->network_address();
+  reactor_.watch_worker(worker_->event_fd(), id_);
+  context().link_opened();
+}
+
+Link::~Link() {
+  if (phase_ == Phase::closed) return;
+  // Never reached the reactor's thread: it was closing when this link was opened.
+  destroy_worker();
+  context().link_closed(close_asked_);
+}
+
+Context& Link::context() { return reactor_.context(); }
+Stats& Link::stats() { return reactor_.stats(); }
+CopyCrew* Link::crew() { return reactor_.crew(); }
+
+void Link::command(std::function<void(Link&)> act) {
+  reactor_.post([self = shared_from_this(), act = std::move(act)] { act(*self); });
+}
+
+void Link::connect(std::string peer_address) {
+  command([peer_address = std::move(peer_address)](Link& link) {
+    if (!link.usable()) return;
+    try {
+      link.endpoint_ = std::make_unique<Endpoint>(link.worker_->handle(), peer_address, on_error, &link);
+      for (const std::string& lane : link.endpoint_->transports())
+        if (lane.starts_with("cma/") || lane.starts_with("knem/")) link.puts_by_cpu_ = true;
+    } catch (const UcxError& error) {
+      link.break_off(error.status, error.what());
+    }
+  });
+}
+
+template <typename Result>
+Result Link::ask(const char* call, std::function<Result(const Endpoint&)> question) {
+  auto promise = std::make_shared<std::promise<Result>>();
+  auto future = promise->get_future();
+  command([promise = std::move(promise), question = std::move(question)](Link& link) {
+    try {
+      promise->set_value(link.endpoint_ ? question(*link.endpoint_) : Result{});
+    } catch (...) {
+      promise->set_exception(std::current_exception());
+    }
+  });
+  if (future.wait_for(std::chrono::seconds(5)) != std::future_status::ready)
+    throw UcxError(call, UCS_ERR_TIMED_OUT, "the progress thread does not answer");
+  try {
+    return future.get();
+  } catch (const std::future_error&) {
+    throw UcxError(call, UCS_ERR_CANCELED, "the reactor is closed");
+  }
+}
+
+std::vector<std::string> Link::transports() {
+  return ask<std::vector<std::string>>("transports", [](const Endpoint& endpoint) { return endpoint.transports(); });
+}
+
+std::string Link::describe() {
+  return ask<std::string>("describe", [](const Endpoint& endpoint) { return endpoint.describe(); });
+}
+
+void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key) {
+  command([id, pool = std::move(pool), key = std::move(key)](Link& link) {
+    if (!link.usable()) return;
+    try {
+      if (!key.empty()) {
+        if (!link.endpoint_) throw UcxError("import_put", UCS_ERR_NOT_CONNECTED, "connect() comes first");
+        pool->key = std::make_unique<RemoteKey>(link.endpoint_->handle(), key);
+      }
+      link.pools_[id] = pool;
+    } catch (const UcxError& error) {
+      link.break_off(error.status, error.what());
+    }
+  });
+}
+
+void Link::send(std::string message) {
+  command([message = std::move(message)](Link& link) mutable {
+    // Lost with the link: its error, or its end, is told by another event.
+    if (link.usable()) link.start_operation(false, nullptr, 0, std::move(message));
+  });
+}
+
+void Link::flush(std::uint64_t token) {
+  command([token](Link& link) {
+    if (link.usable()) return link.start_operation(true, nullptr, token, {});
+    link.tell(EventKind::flushed, token, UCS_ERR_CONNECTION_RESET, {});
+  });
+}
+
+std::shared_ptr<Writer> Link::open_writer(std::uint64_t key, Nanos ttl) {
+  auto writer = std::make_shared<Writer>(*this, key, ttl);
+  on_writer(writer, [](Writer& writer) {
+    Link& link = writer.link();
+    link.writers_.insert(writer.shared_from_this());
+    if (!link.usable()) writer.link_lost(UCS_ERR_CONNECTION_RESET, "the link is gone");
+  });
+  return writer;
+}
+
+void Link::on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act) {
+  command([writer = std::move(writer), act = std::move(act)](Link& link) {
+    act(*writer);
+    link.schedule(writer);
+    // No turn will come any more that could answer a late stop().
+    if (link.closed()) link.run_writers();
+  });
+}
+
+void Link::schedule(std::shared_ptr<Writer> writer) {
+  if (std::exchange(writer->scheduled, true)) return;
+  scheduled_.push_back(std::move(writer));
+}
+
+void Link::run_writers() {
+  running_.swap(scheduled_);
+  for (auto& writer : running_) {
+    writer->scheduled = false;
+    if (writer->advance()) schedule(writer);
+    if (writer->over()) writers_.erase(writer);
+  }
+  running_.clear();
+}
+
+unsigned Link::turn(Nanos now) {
+  unsigned work = 0;
+  for (int i = 0; worker_ && i < kProgressPerTurn; ++i) {
+    unsigned count = worker_->progress();
+    work += count;
+    if (count == 0) break;
+  }
+  // Before any writer looks at a flush that came back OK in the same breath.
+  if (error_ != UCS_OK && !error_told_)
+    break_off(error_, std::string("the endpoint failed: ") + ucs_status_string(error_));
+  posted_ = 0;
+  run_writers();
+  if (beats_ && !beats_->on_time(now)) drop_control();
+  if (phase_ == Phase::ending || (phase_ == Phase::fenced && closing_)) step_end(now);
+  return work + posted_;
+}
+
+Nanos Link::next_deadline() const { return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max(); }
+
+std::shared_ptr<Pool> Link::pool(std::uint32_t id) const {
+  auto found = pools_.find(id);
+  return found == pools_.end() ? nullptr : found->second;
+}
+
+void Link::put(Writer& writer, const Batch& batch, const Run& run) {
+  PutWindow::Put* put = window_.take(this, &writer, run.units, run.nbytes);
+  ++posted_;
+  ++stats().puts;
+  stats().put_bytes += run.nbytes;
+  endpoint_->put<on_put_done>(reinterpret_cast<const void*>(run.source), run.nbytes, batch.pool->base + run.target,
+                              *batch.pool->key, batch.region->handle(), batch.region->kind(), put);
+}
+
+void Link::on_put_done(void* user, ucs_status_t status) {
+  auto* put = static_cast<PutWindow::Put*>(user);
+  Link& link = *put->link;
+  Writer& writer = *put->writer;
+  std::uint32_t units = put->units;
+  link.window_.give_back(put);
+  writer.put_done(units, status);
+  link.schedule(writer.shared_from_this());
+}
+
+void Link::copy(std::shared_ptr<CopyJob> job) {
+  ++copies_out_;
+  crew()->submit(std::move(job));
+}
+
+void Link::copy_done(const CopyJob& job) {
+  --copies_out_;
+  job.writer->copy_done(job);
+  schedule(job.writer);
+}
+
+void Link::tell(EventKind kind, std::uint64_t key, int status, std::string payload) {
+  reactor_.events().push({kind, id_, key, status, std::move(payload)});
+}
+
+}  // namespace kvrail

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// One peer: a worker of its own, the endpoint, the peer's pools, the writers, the messages in order.
+//
+// The public calls of the first group come from any thread and only leave a command for the reactor; all state
+// below is touched by the reactor's thread alone, except where it says otherwise.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "batch.h"
+#include "control.h"
+#include "copy.h"
+#include "endpoint.h"
+#include "events.h"
+#include "ordered.h"
+#include "put_window.h"
+#include "stats.h"
+#include "worker.h"
+
+namespace kvrail {
+
+class Context;
+class Reactor;
+class Writer;
+
+class Link : public std::enable_shared_from_this<Link> {
+ public:
+  Link(Reactor& reactor, std::uint32_t id, std::uint32_t epoch, std::uint64_t cookie);
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  // Any thread.
+  std::uint32_t id() const { return id_; }
+  std::uint32_t epoch() const { return epoch_; }
+  const std::string& address(bool network_only) const { return network_only ? network_address_ : address_; }
+  void connect(std::string peer_address);
+  std::vector<std::string> transports();
+  std::string describe();
+  // `key` empty: by copying into pool->mapping.
+  void import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key);
+  void attach_control(int fd, Nanos interval);
+  void set_beat(std::string payload);
+  std::pair<Nanos, std::string> peer_beat() const;
+  void send(std::string message);
+  void flush(std::uint64_t token);
+  void fence();
+  void close();
+  std::shared_ptr<Writer> open_writer(std::uint64_t key, Nanos ttl);
+  void on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act);
+  // False from fence(), close() or the first error of the endpoint on: nothing may be posted any more.
+  bool usable() const { return usable_; }
+
+  // The reactor's thread.
+  unsigned turn(Nanos now);
+  bool arm() { return !worker_ || worker_->arm(); }
+  void on_control_ready();
+  Nanos next_deadline() const;
+  // Requests of ours are under way.
+  bool busy() const { return phase_ == Phase::ending || busy_requests(); }
+  bool closed() const { return phase_ == Phase::closed; }
+  void begin_close();
+
+  // For the writers.
+  Context& context();
+  Stats& stats();
+  CopyCrew* crew();
+  std::shared_ptr<Pool> pool(std::uint32_t id) const;
+  bool window_open() const { return window_.open(); }
+  void put(Writer& writer, const Batch& batch, const Run& run);
+  void copy(std::shared_ptr<CopyJob> job);
+  void copy_done(const CopyJob& job);
+  void flush_for(std::shared_ptr<Writer> writer);
+  void send_for(std::shared_ptr<Writer> writer, std::string message);
+  void tell(EventKind kind, std::uint64_t key, int status, std::string payload);
+
+ private:
+  static constexpr unsigned kMessageId = 1;
+  enum class Phase { open, ending, fenced, closed };
+  // A flush or a message under way.
+  struct Operation {
+    Link* link;
+    std::list<Operation>::iterator self;
+    std::shared_ptr<Writer> writer;  // null: Link.flush or Link.send
+    bool is_flush;
+    std::uint64_t token;
+    std::uint64_t header[2];  // cookie, number
+    std::string message;
+  };
+
+  static ucs_status_t on_message(void*, const void*, size_t, void*, size_t, const ucp_am_recv_param_t*);
+  static void on_error(void* link, ucp_ep_h, ucs_status_t status);
+  static void on_put_done(void* put, ucs_status_t status);
+  static void on_operation_done(void* operation, ucs_status_t status);
+  static void on_close_done(void* link, ucs_status_t status);
+
+  template <typename Result>
+  Result ask(const char* call, std::function<Result(const Endpoint&)> question);
+  void run_writers();
+  void command(std::function<void(Link&)> act);
+  void schedule(std::shared_ptr<Writer> writer);
+  void break_off(ucs_status_t status, const std::string& reason);
+  void lose_writers(ucs_status_t status, const std::string& reason);
+  void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
+  void begin_end(const char* reason, bool force);
+  void step_end(Nanos now);
+  bool worker_may_go(Nanos now);
+  bool busy_requests() const { return !window_.empty() || !operations_.empty(); }
+  void destroy_worker();
+  void drop_control();
+
+  Reactor& reactor_;
+  const std::uint32_t id_;
+  const std::uint32_t epoch_;
+  const std::uint64_t cookie_;
+  std::atomic<bool> usable_ = true;
+  std::atomic<bool> close_asked_ = false;
+
+  std::unique_ptr<Worker> worker_;
+  std::string address_, network_address_;
+  std::unique_ptr<Endpoint> endpoint_;
+  ucs_status_t error_ = UCS_OK;
+  bool error_told_ = false;
+  std::map<std::uint32_t, std::shared_ptr<Pool>> pools_;
+  std::uint64_t next_number_ = 0;
+  Ordered inbox_;
+
+  std::unordered_set<std::shared_ptr<Writer>> writers_;
+  std::vector<std::shared_ptr<Writer>> scheduled_, running_;
+  unsigned posted_ = 0;  // in this turn
+  PutWindow window_;
+  std::list<Operation> operations_;
+  std::uint32_t copies_out_ = 0;
+
+  Phase phase_ = Phase::open;
+  bool fencing_ = false, closing_ = false, force_ = false, close_begun_ = false, endpoint_closing_ = false;
+  bool puts_by_cpu_ = false;
+  Nanos end_deadline_ = 0;
+
+  std::shared_ptr<Control> beats_;
+  mutable std::mutex control_mutex_;
+  std::shared_ptr<Control> control_;  // the same, for the other threads; stays when the stream is over
+};
+
+}  // namespace kvrail

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "reactor.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "context.h"
+#include "link.h"
+#include "status.h"
+#include "writer.h"
+
+namespace kvrail {
+namespace {
+
+constexpr std::uint64_t kWakeTag = 0;
+// Bounds every sleep, so that deadlines are met and a wake-up that a transport missed costs only this long.
+constexpr Nanos kLongestSleep = 100 * kMilli;
+// While requests are under way: not every transport wakes a sender whose peer has made room again.
+constexpr Nanos kBusySleep = kMilli;
+// How often the control sockets are looked at while spinning.
+constexpr Nanos kLookEvery = 200 * kMicro;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads)
+    : context_(std::move(context)), spin_(spin) {
+  epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kWakeTag;
+  if (epoll_fd_ < 0 || wake_fd_ < 0 || epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, wake_fd_, &event) < 0)
+    throw std::system_error(errno, std::generic_category(), "reactor");
+  if (copy_threads > 0) {
+    crew_ = std::make_unique<CopyCrew>(copy_threads, [this](std::shared_ptr<CopyJob> job) {
+      post([job = std::move(job)] { job->writer->link().copy_done(*job); });
+    });
+  }
+  thread_ = std::thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "kvrail-ucx");
+}
+
+Reactor::~Reactor() {
+  close();
+  ::close(wake_fd_);
+  ::close(epoll_fd_);
+}
+
+std::shared_ptr<Link> Reactor::open_link(std::uint32_t epoch, std::uint64_t cookie) {
+  auto link = std::make_shared<Link>(*this, next_link_++, epoch, cookie);
+  bool posted = post([this, link] {
+    links_.emplace(link->id(), link);
+    if (ending_) link->begin_close();
+  });
+  if (!posted) throw UcxError("open_link", UCS_ERR_CANCELED, "the reactor is closed");
+  return link;
+}
+
+bool Reactor::post(Command command) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return false;
+    commands_.push_back(std::move(command));
+  }
+  // Sequentially consistent, against sleep(): either it sees pending_, or we see sleeping_.
+  pending_ = true;
+  if (sleeping_.exchange(false)) eventfd_write(wake_fd_, 1);
+  return true;
+}
+
+void Reactor::close() {
+  std::lock_guard once(close_mutex_);
+  if (!thread_.joinable()) return;
+  post([this] {
+    ending_ = true;
+    for (auto& [id, link] : links_) link->begin_close();
+  });
+  thread_.join();
+  crew_.reset();
+}
+
+bool Reactor::run_commands() {
+  if (!pending_.exchange(false)) return false;
+  std::vector<Command> commands;
+  {
+    std::lock_guard lock(mutex_);
+    commands.swap(commands_);
+  }
+  for (Command& command : commands) command();
+  stats_.commands += commands.size();
+  return true;
+}
+
+void Reactor::run() {
+  Nanos active = now_ns(), looked = active;
+  while (true) {
+    bool work = run_commands();
+    Nanos now = now_ns();
+    for (auto each = links_.begin(); each != links_.end();) {
+      if (each->second->turn(now) > 0) work = true;
+      each = each->second->closed() ? links_.erase(each) : std::next(each);
+    }
+    ++stats_.turns;
+    if (ending_ && links_.empty()) {
+      // A link that was opened meanwhile may still be in the queue.
+      std::lock_guard lock(mutex_);
+      if (commands_.empty()) {
+        closed_ = true;
+        return;
+      }
+    }
+    now = now_ns();
+    if (now - looked >= kLookEvery) {
+      looked = now;
+      look_at_fds(0);
+    }
+    if (work) {
+      active = now;
+    } else if (now - active < spin_) {
+      relax();
+    } else {
+      bool woken = sleep(now);
+      looked = now_ns();
+      if (woken) active = looked;
+    }
+  }
+}
+
+bool Reactor::sleep(Nanos now) {
+  bool woken = false;
+  sleeping_ = true;
+  bool armed = !pending_;
+  for (auto& [id, link] : links_) armed = armed && link->arm();
+  if (armed) {
+    ++stats_.sleeps;
+    woken = look_at_fds(timeout_ms(now));
+  }
+  sleeping_ = false;
+  return woken;
+}
+
+bool Reactor::look_at_fds(int timeout_ms) {
+  std::array<epoll_event, 64> events;
+  int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), timeout_ms);
+  for (int i = 0; i < count; ++i) {
+    std::uint64_t tag = events[static_cast<std::size_t>(i)].data.u64;
+    if (tag == kWakeTag) {
+      eventfd_t ignored;
+      (void)eventfd_read(wake_fd_, &ignored);
+    } else if (tag & 1) {
+      if (auto link = links_.find(static_cast<std::uint32_t>(tag >> 1)); link != links_.end())
+        link->second->on_control_ready();
+    }
+    // A worker's fd only ends the sleep: the next turn progresses it.
+  }
+  return count > 0;
+}
+
+int Reactor::timeout_ms(Nanos now) const {
+  Nanos until = now + kLongestSleep;
+  for (const auto& [id, link] : links_) {
+    until = std::min(until, link->next_deadline());
+    if (link->busy()) until = std::min(until, now + kBusySleep);
+  }
+  return static_cast<int>(std::max<Nanos>(0, (until - now + kMilli - 1) / kMilli));
+}
+
+void Reactor::watch_worker(int fd, std::uint32_t link) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = std::uint64_t{link} << 1;
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) < 0)
+    throw std::system_error(errno, std::generic_category(), "watching a worker");
+}
+
+void Reactor::forget_worker(int fd) { epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); }
+
+}  // namespace kvrail
