@@ -179,7 +179,7 @@ async def serve(
         async with contextlib.AsyncExitStack() as stack:
             for rank in ranks:
                 await rank.start(context)
-                stack.push_async_callback(rank.close)
+                stack.push_async_callback(_end, rank)
             # Calls between engines never go through a proxy.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
@@ -201,11 +201,15 @@ async def serve(
             finally:
                 if stopper is not None:
                     stopper.cancel()
-                for rank in ranks:
-                    rank.shutdown()
     finally:
         context.term()
         listener.close()
+
+
+async def _end(rank: RankClient) -> None:
+    """The last thing that a front does: its ranks are told to stop once nothing can come for them any more."""
+    rank.shutdown()
+    await rank.close()
 
 
 async def _stop_when(stop: asyncio.Event, server: uvicorn.Server) -> None:
