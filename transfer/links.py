@@ -20,6 +20,7 @@ from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
 from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
+from kvrail.transfer.lanes import LaneUnwanted
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
     LaneInfo,
@@ -48,6 +49,8 @@ __all__ = ["Links"]
 
 _log = logging.getLogger(__name__)
 
+# How long a CE may take to hang up after it was told that no lane works.
+_LAST_WORDS_S = 1.0
 _WRITER_KINDS: Final[dict[int, Literal["progress", "rung", "quiet", "failed"]]] = {
     EventKind.PROGRESS: "progress",
     EventKind.RUNG: "rung",
@@ -208,7 +211,7 @@ class Links:
     def _watch(self, now: float) -> None:
         for link in list(self._current.values()):
             age_s, payload = link.native.peer_beat()
-            if link.state == "testing":
+            if link.state in ("testing", "refused"):
                 if now > link.deadline:
                     self._end(link, "the lane test took too long", now)
                 continue
@@ -234,7 +237,7 @@ class Links:
             link.begin(outcome, self._options.heartbeat_s)
             link.start_test()
         except LaneUnavailable as error:
-            self._test_failed(link, str(error), now)
+            self._test_failed(link, error, now)
         except (UcxFailed, OSError) as error:
             self._end(link, str(error), now)
 
@@ -244,10 +247,12 @@ class Links:
         if kind == EventKind.FENCED:
             self._fenced(link)
         elif kind in _WRITER_KINDS:
-            word, reason = _WRITER_KINDS[kind], payload.decode(errors="replace")
+            word, reason, at = _WRITER_KINDS[kind], payload.decode(errors="replace"), 0.0
+            if word == "rung":
+                reason, at = "", int(reason) * 1e-9
             ok = status == 0 and word != "failed"
             if key >= FIRST_TEST_WRITER:
-                self._on_test(link, News(word, ok, reason, time.monotonic()), now)
+                self._on_test(link, News(word, ok, reason, at), now)
             else:
                 # Also after the end: each writer's last word decides what becomes of its source pages.
                 self._events.append(WriterEvent(link.key, link.epoch, word, key, ok, reason))
@@ -271,7 +276,7 @@ class Links:
         elif isinstance(message, SelfTest):
             link.answer_test(message)
         elif isinstance(message, SelfTestResult):
-            self._on_test(link, News("verdict", message.ok, message.reason, now), now)
+            self._on_test(link, News("verdict", message.ok, message.reason), now)
         elif isinstance(message, LaneChosen):
             if link.state == "testing" and self._dialer is not None:
                 try:
@@ -289,17 +294,19 @@ class Links:
         try:
             lane = link.on_test_news(news)
         except LaneUnavailable as error:
-            self._test_failed(link, str(error), now)
+            self._test_failed(link, error, now)
         else:
             if lane is not None:
                 self._is_up(link, lane)
 
-    def _test_failed(self, link: RankLink, reason: str, now: float) -> None:
-        if self._listener is not None and link.plan is not None and link.plan.scope == "all":
+    def _test_failed(self, link: RankLink, error: LaneUnavailable, now: float) -> None:
+        tried_local = link.plan is not None and link.plan.scope == "all"
+        if self._listener is not None and tried_local and not isinstance(error, LaneUnwanted):
             # UCX may have picked a local transport that does not work here (cma without the right to trace, say):
             # when the CE dials again, only network transports are used.
-            self._listener.local_lanes_failed(link.key, reason)
-        self._end(link, reason, now, last_words=True)
+            self._listener.local_lanes_failed(link.key, str(error))
+        # The CE hangs up when it has heard why; hanging up ourselves could overtake the message.
+        link.refuse(str(error), now + _LAST_WORDS_S)
 
     def _is_up(self, link: RankLink, lane: LaneInfo) -> None:
         if self._dialer is not None:
@@ -310,15 +317,14 @@ class Links:
 
     # --- ends and proofs -----------------------------------------------------------------------------------------
 
-    def _end(self, link: RankLink, reason: str, now: float, *, last_words: bool = False) -> None:
+    def _end(self, link: RankLink, reason: str, now: float) -> None:
         was = link.state
         if was == "down":
             return
+        reason = link.refusal or reason
         if self._current.get(link.key) is link:
             del self._current[link.key]
-        link.end(last_words=last_words)
-        if last_words:
-            del self._by_id[link.native.id]
+        link.end()
         process = self._processes.get(link.key)
         if self._listener is None and link.fence == "process" and process is not None:
             process.unproven[link.epoch] = link.was_up

@@ -46,6 +46,8 @@ void Link::connect(std::string peer_address) {
     if (!link.usable()) return;
     try {
       link.endpoint_ = std::make_unique<Endpoint>(link.worker_->handle(), peer_address, on_error, &link);
+      for (const std::string& lane : link.endpoint_->transports())
+        if (lane.starts_with("cma/") || lane.starts_with("knem/")) link.puts_by_cpu_ = true;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
     }

@@ -256,7 +256,7 @@ NB_MODULE(_ucx, m) {
   });
   m.def("interfaces", &interfaces);
   m.def("copy_kind", [] { return stream_copy_kind(); });
-  m.def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a);
+  m.def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a.noconvert());
 
   nb::class_<Context>(m, "Context")
       .def(nb::init<const std::map<std::string, std::string>&>(), "settings"_a, ReleaseGil())
@@ -362,7 +362,7 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("posted", [](const PyWriter& self) { return self.writer().posted(); })
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
-      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a, "target_units"_a)
+      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert())
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);
