@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+
 from kit.cluster import Server, wait_until
 
 __all__ = ["MODEL", "Split", "ask", "links", "start_single", "start_split", "wait_for_links"]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.tiny_model import CHATML, byte_level_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from kit.tiny_model import CHATML, byte_level_tokenizer
 
 __all__ = ["MAX_LENGTH", "VOCABULARY", "first_tokens", "tiny_checkpoint", "write_eos"]
 

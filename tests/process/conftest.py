@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from kit.cluster import Server, serving
 from kit.split import Split, start_single, start_split, wait_for_links
 from kit.tiny_checkpoint import first_tokens, tiny_checkpoint, write_eos
@@ -17,16 +18,17 @@ EOS_AT_1 = tuple(range(300, 340))
 EOS_AT_3 = tuple(range(700, 720))
 
 
+# Family, page size and flags of the split on each lane.
+KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
+    # Prompts longer than the token budget are prefilled in chunks, and pushed chunk by chunk.
+    "shm": ("llama", 16, ("--max-num-batched-tokens", "64")),
+    "put/cma": ("qwen3", 128, ("--lane", "put", "--max-num-batched-tokens", "100")),
+    "put/tcp": ("llama", 16, ("--lane", "put", "--put-transport", "tcp")),
+}
+
+
 class Cluster:
     """Splits by lane, and the single engines to compare them with, by family."""
-
-    # Family, page size and flags of the split on each lane.
-    KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
-        # Prompts longer than the token budget are prefilled in chunks, and pushed chunk by chunk.
-        "shm": ("llama", 16, ("--max-num-batched-tokens", "64")),
-        "put/cma": ("qwen3", 128, ("--lane", "put", "--max-num-batched-tokens", "100")),
-        "put/tcp": ("llama", 16, ("--lane", "put", "--put-transport", "tcp")),
-    }
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -46,7 +48,7 @@ class Cluster:
 
     def start(self, lane: str) -> None:
         """Begin to start what `split` and `single` will wait for, all at once."""
-        family, page_tokens, flags = self.KINDS[lane]
+        family, page_tokens, flags = KINDS[lane]
         if lane not in self._splits:
             split = start_split(self.model(family), self._folder, lane, page_tokens, *flags)
             self._splits[lane] = split
@@ -66,7 +68,7 @@ class Cluster:
     def single(self, lane: str) -> Server:
         """The unsplit engine with the same model."""
         self.start(lane)
-        return self._singles[self.KINDS[lane][0]].wait_ready()
+        return self._singles[KINDS[lane][0]].wait_ready()
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.console import Console
+
 from kit.cluster import Server, serving, wait_until
 from kit.split import MODEL, ask, links
 from kit.tiny_checkpoint import MAX_LENGTH, tiny_checkpoint
-from rich.console import Console
-
 from kvrail.frontend.check_identity import Report, check, make_prompts
 
 if TYPE_CHECKING:
