@@ -36,9 +36,9 @@ def test_the_wheel_is_the_default() -> None:
 
 
 def test_a_folder_can_be_named() -> None:
-    assert run(
-        f"from kvrail.transfer import ucx; print(ucx.load_library({str(wheel())!r}).path)"
-    ).startswith(str(wheel()))
+    assert run(f"from kvrail.transfer import ucx; print(ucx.load_library({str(wheel())!r}).path)").startswith(
+        str(wheel())
+    )
 
 
 def test_a_second_ucx_is_refused(tmp_path: Path) -> None:

@@ -75,8 +75,7 @@ Result Link::ask(const char* call, std::function<Result(const Endpoint&)> questi
 }
 
 std::vector<std::string> Link::transports() {
-  return ask<std::vector<std::string>>("transports",
-                                       [](const Endpoint& endpoint) { return endpoint.transports(); });
+  return ask<std::vector<std::string>>("transports", [](const Endpoint& endpoint) { return endpoint.transports(); });
 }
 
 std::string Link::describe() {
@@ -163,9 +162,7 @@ unsigned Link::turn(Nanos now) {
   return work + posted_;
 }
 
-Nanos Link::next_deadline() const {
-  return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max();
-}
+Nanos Link::next_deadline() const { return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max(); }
 
 std::shared_ptr<Pool> Link::pool(std::uint32_t id) const {
   auto found = pools_.find(id);
