@@ -51,12 +51,13 @@ class Server:
         folder: Path,
         *flags: str,
         port: int | None = None,
+        host: str = "127.0.0.1",
         inside: Sequence[str] = (),
     ) -> None:
         """`inside`: words before the command, that run it elsewhere (in a network namespace)."""
         self.role = role
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.log = folder / f"{role}-{self.port}-{time.monotonic_ns()}.log"
         command = [
             *inside,
@@ -70,7 +71,7 @@ class Server:
             "--model",
             str(model),
         ]
-        command += ["--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
+        command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
