@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
@@ -27,15 +28,32 @@ app = typer.Typer(
 )
 
 
+# The first setting of each group in the help of `launch`.
+_GROUPS = {
+    "role": "Role and model",
+    "host": "Addresses",
+    "max_model_len": "Engine and memory",
+    "routing": "Requests",
+    "lane": "Links and lanes",
+    "local_prefill": "Requests",
+    "verify_kv": "Links and lanes",
+    "token_file": "Secrets, files, logs",
+}
+
+
 def _launch_command() -> Callable[..., None]:
     """A function whose parameters are the fields of LaunchConfig, for typer to read."""
     hints = typing.get_type_hints(LaunchConfig)
     parameters = []
+    group = ""
     for field in dataclasses.fields(LaunchConfig):
+        group = _GROUPS.get(field.name, group)
         kind, default = hints[field.name], field.default
         if kind == tuple[str, ...]:
             kind, default = list[str], []
-        option = typer.Option("--" + field.name.replace("_", "-"), help=field.metadata["help"])
+        option = typer.Option(
+            "--" + field.name.replace("_", "-"), help=field.metadata["help"], rich_help_panel=group
+        )
         parameters.append(
             inspect.Parameter(
                 field.name,
@@ -94,7 +112,9 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        Console(stderr=True).print(f"[bold red]runtime:[/] {error}", highlight=False)
+        Console(stderr=True).print(
+            f"[bold red]runtime:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
 
 
