@@ -48,6 +48,7 @@ class PrefillTicket:
     hand_off: HandOff | None = None
     progress: int = 0
     holds_source: bool = False
+    quiet_told: bool = False
     # How it ends once its writer is quiet, and what the prefill call is told.
     answer_cancel: bool = False
     reason: str = ""

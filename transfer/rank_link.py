@@ -37,7 +37,6 @@ class RankLink:
         self.plan = new.plan
         self.heart = Heart(new.key, setup.options, now)
         self.deadline = now + setup.options.handshake_s
-        self.stale = 0
         self._offer = new.offer
         self._pools = setup.pools
         self._fds = new.fds

@@ -343,6 +343,9 @@ class Receiver:
 
     def _doubt(self, ticket: Ticket, reason: str) -> None:
         """Only a fence, the end of the PE's process, or a late answer can free this ticket's pages now."""
+        if not len(ticket.pages) and ticket.state_slot < 0:
+            self._free(ticket)
+            return
         if ticket.live:
             self._pool.quarantine(ticket.owner)
         ticket.move(CeState.UNPROVEN)

@@ -40,11 +40,11 @@ from kvrail.transfer.writer_book import WriterBook
 __all__ = ["Sender"]
 
 _AT_WORK = frozenset({PeState.PREFILLING, PeState.RINGING})
+_FULL, _OVER = "the prefill queue is full", "this ticket is over"
+_NOT_RENEWED = "the completion engine did not renew the ticket"
 _TOO_LATE = {
     PeState.CALLED: "its grant did not come in time",
     PeState.GRANTED: "its prefill call did not come in time",
-    PeState.PREFILLING: "the completion engine did not renew the ticket",
-    PeState.RINGING: "the completion engine did not renew the ticket",
 }
 
 
@@ -103,6 +103,7 @@ class Sender:
         for ticket in [t for t in self._tickets.values() if t.link == link]:
             self._end(ticket, PeState.GONE, reason=reason, status=503)
         self._memory.link_gone(link)
+        self._writers.link_gone(link)
 
     def proven(self, link: LinkKey, epoch: int) -> None:
         """Nothing of that epoch is being written or rung any more by this side: sources of its doorbells are free.
@@ -151,24 +152,22 @@ class Sender:
         elif self._memory.fate(ticket_id) is not None:
             self.counters["late_calls"] += 1
             full = self._memory.fate(ticket_id) == "full"
-            reason = "the prefill queue is full" if full else "this ticket is over"
-            self._emit(refused_call(request_id, reason, 429 if full else 409))
+            self._emit(refused_call(request_id, _FULL, 429) if full else refused_call(request_id, _OVER, 409))
         elif ticket is not None:
             self._start(now, ticket, request_id)
         elif len(self._tickets) >= self._max_tickets:
             self.counters["refused_calls"] += 1
             self._memory.remember(ticket_id, "refused")
-            self._emit(refused_call(request_id, "the prefill queue is full", 429))
+            self._emit(refused_call(request_id, _FULL, 429))
         else:
             deadline = now + self._meet_s
             self._tickets[ticket_id] = PrefillTicket(ticket_id, PeState.CALLED, deadline, request_id)
 
     def abort(self, now: float, request_id: str, reason: str) -> None:
         """The caller of a prefill went away. Unknown requests are ignored."""
-        for ticket in self._tickets.values():
-            if ticket.request_id == request_id:
-                self._fail(now, ticket, reason, 499)
-                return
+        ticket = next((t for t in self._tickets.values() if t.request_id == request_id), None)
+        if ticket is not None:
+            self._fail(now, ticket, reason, 499)
 
     # --- the engine -------------------------------------------------------------------------------------------
 
@@ -222,8 +221,7 @@ class Sender:
         link, grant = ticket.told
         ticket.hand_off = hand_off
         self._advance(ticket)
-        first = FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)
-        self._emit(Send(link, first))
+        self._emit(Send(link, FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)))
         if hand_off.finish_reason is not None:
             self._fail(now, ticket, "finished", 200)
         else:
@@ -245,8 +243,10 @@ class Sender:
 
     def on_quiet(self, now: float, writer: int, ok: bool, reason: str = "") -> None:
         """A stopped writer posts nothing more. `ok`: every put's callback and the flush after them were OK."""
-        ticket = self._of(writer, PeState.STOPPING)
+        late = self._writers.late_quiet(writer, ok)
+        ticket = None if late else self._of(writer, PeState.STOPPING)
         if ticket is not None:
+            ticket.quiet_told = True
             self._answer(ticket, ok, reason)
 
     def on_failed(self, now: float, writer: int, reason: str) -> None:
@@ -265,7 +265,7 @@ class Sender:
             if ticket.state is PeState.STOPPING:
                 self._answer(ticket, False, f"the writer was not quiet within {self._stop_s:g} s")
             else:
-                self._fail(now, ticket, _TOO_LATE[ticket.state], 504)
+                self._fail(now, ticket, _TOO_LATE.get(ticket.state, _NOT_RENEWED), 504)
 
     def next_deadline(self) -> float | None:
         """When `reap` has something to do next."""
@@ -295,7 +295,7 @@ class Sender:
             return
         if ticket is None and not refused and len(self._tickets) >= self._max_tickets:
             self.counters["refused_grants"] += 1
-            self._refuse_grant(link, grant, "full", "the prefill queue is full")
+            self._refuse_grant(link, grant, "full", _FULL)
             return
         if ticket is None and refused:
             self._refuse_grant(link, grant, "answered", "its prefill call was refused")

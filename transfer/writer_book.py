@@ -9,13 +9,17 @@ from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.prefill_ticket import Batch, PrefillTicket
 from kvrail.transfer.tickets import (
     DropWriter,
+    LinkKey,
     OpenWriter,
+    PeState,
     Push,
     RenewWriter,
     Ring,
+    Send,
     SenderEffect,
     StopWriter,
 )
+from kvrail.transfer.wire import Quiesced
 
 __all__ = ["WriterBook"]
 
@@ -26,6 +30,8 @@ class WriterBook:
     def __init__(self, emit: Callable[[SenderEffect], None]) -> None:
         self._emit = emit
         self._tickets: dict[int, PrefillTicket] = {}
+        # Writers that were not quiet in time: their proof may still come, and frees pages that nothing else can.
+        self._doubted: dict[int, PrefillTicket] = {}
         self._last = 0
 
     def ticket(self, writer: int) -> PrefillTicket | None:
@@ -57,10 +63,31 @@ class WriterBook:
         return ticket.writer > 0
 
     def drop(self, ticket: PrefillTicket) -> None:
-        """The ticket is over."""
+        """The ticket is over; a writer whose proof is still out is kept for `late_quiet`."""
         if ticket.writer:
             del self._tickets[ticket.writer]
-            self._emit(DropWriter(ticket.told[0], ticket.writer))
+            if ticket.state is PeState.UNPROVEN and not ticket.quiet_told:
+                self._doubted[ticket.writer] = ticket
+            else:
+                self._emit(DropWriter(ticket.told[0], ticket.writer))
+
+    def late_quiet(self, writer: int, ok: bool) -> bool:
+        """Whether this was the late proof of a doubted writer; if it is good, the CE hears of it."""
+        ticket = self._doubted.pop(writer, None)
+        if ticket is None:
+            return False
+        link, grant = ticket.told
+        if ok:
+            proof = Quiesced(ticket=ticket.id, epoch=grant.epoch, proven=True, reason=ticket.reason)
+            self._emit(Send(link, proof))
+        self._emit(DropWriter(link, writer))
+        return True
+
+    def link_gone(self, link: LinkKey) -> None:
+        """No proof of that link's doubted writers can be told any more."""
+        for writer in [w for w, ticket in self._doubted.items() if ticket.link == link]:
+            del self._doubted[writer]
+            self._emit(DropWriter(link, writer))
 
     def _open(self, now: float, ticket: PrefillTicket) -> int:
         if not ticket.writer:

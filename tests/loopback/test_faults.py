@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -223,7 +224,8 @@ def test_the_end_of_a_control_stream_is_told(make_pair: Make) -> None:
     here, there = make_pair("tcp")
     streams(here, there)
     here.link.close()
-    assert there.take(EventKind.CONTROL)[0][3:] == (0, b"the peer closed the control stream")
+    # A reset, when a heartbeat of ours was still unread.
+    assert there.take(EventKind.CONTROL)[0][3] in (0, errno.ECONNRESET)
     age = there.link.peer_beat()[0]
     time.sleep(0.05)
     assert there.link.peer_beat()[0] >= age + 0.05

@@ -105,12 +105,17 @@ class Rank:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(accept, token=…, layout=…, **options) → Rank. All are killed at the end."""
+    """start(accept, token=…, layout=…, ucx=…, **options) → Rank. All are killed at the end."""
     ranks: list[Rank] = []
     folder = tmp_path / "run"
 
     def make(
-        accept: bool, *, token: str = "00" * 32, layout: dict[str, Any] = LAYOUT, **options: object
+        accept: bool,
+        *,
+        token: str = "00" * 32,
+        layout: dict[str, Any] = LAYOUT,
+        ucx: dict[str, str] | None = None,
+        **options: object,
     ) -> Rank:
         config = {
             "accept": accept,
@@ -118,6 +123,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "layout": layout,
             "options": {"socket_dir": str(folder), "heartbeat_s": 0.1} | options,
             "token": token,
+            "ucx": ucx or {},
             "rank": len(ranks),
         }
         ranks.append(Rank(config))
@@ -303,6 +309,17 @@ def test_refusals_name_the_reason_on_both_sides(
     # It is tried again, but not told again.
     ce.expect_none("LinkRefusal", 1.0)
     ce.ask("disconnect", key=pe.key)
+
+
+@pytest.mark.parametrize("lane", ["put/cma", "put/tcp"])
+def test_emulated_puts_are_refused_with_the_reason(start: Start, lane: str) -> None:
+    """With rendezvous on, UCX has no zero-copy put in peer error mode; slow emulation must not go unnoticed."""
+    rendezvous = {"RNDV_THRESH": "auto"}
+    pe, ce = start(True, ucx=rendezvous), start(False, ucx=rendezvous, **LANES[lane])
+    ce.ask("connect", peer=pe.ask("address"))
+    assert "self-test put failed" in pe.wait("LinkRefusal", key=ce.key)["reason"]
+    assert "self-test put failed" in ce.wait("LinkRefusal", key=pe.key)["reason"]
+    ce.expect_none("LinkUp", 0.5)
 
 
 def test_late_peer_is_dialed_until_it_is_there(start: Start) -> None:

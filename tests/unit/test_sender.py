@@ -228,15 +228,24 @@ def test_a_writer_that_is_not_quiet_is_never_called_so() -> None:
     assert (answer.message.proven, answer.message.reason) == (False, "client left; a put failed")
 
 
-def test_a_writer_that_does_not_stop_is_unproven_after_a_deadline() -> None:
+@pytest.mark.parametrize("late", ["proof", "no proof", "link"])
+def test_a_writer_that_does_not_stop_is_unproven_until_a_late_proof(late: str) -> None:
     bench = Bench().pushing()
     bench.cancel(now=1)
     bench.take(AbortPrefill, StopWriter)
     assert bench.ledger.next_deadline() == 11
     bench.ledger.reap(11)
-    answer, *_ = bench.take(Send, DropWriter, PrefillEnded)
-    assert not answer.message.proven
+    answer, ended = bench.take(Send, PrefillEnded)
+    assert (answer.message.proven, ended.ok) == (False, False)
     assert bench.idle()
+    if late == "link":
+        bench.ledger.link_down(12, CE, 1, "fenced")
+        bench.take(DropWriter)
+    bench.ledger.on_quiet(13, 1, late == "proof")
+    effects = bench.ledger.take_effects()
+    assert [e.message.proven for e in effects if isinstance(e, Send)] == [True] * (late == "proof")
+    bench.ledger.on_quiet(13, 1, True)
+    bench.take()
 
 
 def test_a_doorbell_that_is_under_way_answers_the_cancel() -> None:
