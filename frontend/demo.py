@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -195,21 +194,18 @@ def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table
     return table
 
 
-@contextlib.contextmanager
-def _roles(model: Path, lane: str, dtype: str, logs: Path) -> Iterator[tuple[Role, Role]]:
-    """A PE and a CE on loopback, both stopped at the end whatever happens."""
+def _start(model: Path, lane: str, dtype: str, logs: Path, stack: contextlib.ExitStack) -> tuple[Role, Role]:
+    """A PE and a CE on loopback; closing `stack` stops both, whatever happens."""
     pe_port, ce_port = _free_port(8889), _free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
     pe = Role("pe", pe_port, logs, *common)
+    stack.callback(pe.stop)
     ce = Role("ce", ce_port, logs, "--pe-url", pe.url, *common)
-    try:
-        yield pe, ce
-    finally:
-        # A second ctrl-C must not leave one of them behind.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ce.stop()
-        pe.stop()
+    stack.callback(ce.stop)
+    # First of all: a second ctrl-C must not leave one of them behind.
+    stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return pe, ce
 
 
 def _wait_for_link(ce: Role, deadline: float) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def main(
         with Progress(*bars, console=say, transient=True) as progress:
             model = fetch_model(progress)
             loading = progress.add_task("loading the model into a PE and a CE", total=None)
-            pe, ce = stack.enter_context(_roles(model, lane, dtype, logs))
+            pe, ce = _start(model, lane, dtype, logs, stack)
             deadline = time.monotonic() + READY_WITHIN_S
             pe.wait_ready(deadline)
             ce.wait_ready(deadline)
