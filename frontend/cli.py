@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -51,8 +52,14 @@ def _launch_command() -> Callable[..., None]:
         kind, default = hints[field.name], field.default
         if kind == tuple[str, ...]:
             kind, default = list[str], []
+        text, metavar = field.metadata["help"], None
+        if typing.get_origin(kind) is typing.Literal:
+            # Not in the column of types: the widest would leave no room for the names of the flags.
+            choices, metavar = typing.get_args(kind), "<choice>"
+            if not all(re.search(rf"\b{choice}\b", text) for choice in choices):
+                text += f": {', '.join(choices[:-1])} or {choices[-1]}"
         option = typer.Option(
-            "--" + field.name.replace("_", "-"), help=field.metadata["help"], rich_help_panel=group
+            "--" + field.name.replace("_", "-"), help=text, metavar=metavar, rich_help_panel=group
         )
         parameters.append(
             inspect.Parameter(

@@ -58,7 +58,7 @@ class LaunchConfig:
         "chat", "default of enable_thinking in the chat template"
     )
     lane: Literal["auto", "shm", "put"] = _setting(
-        "auto", "how pages travel: shared memory, UCX put, or the best"
+        "auto", "how pages travel (shared memory, UCX put, or the best of both)"
     )
     put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
     require_lane: str | None = _setting(
