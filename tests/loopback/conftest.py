@@ -17,7 +17,8 @@ import pytest
 
 _PEER = Path(__file__).with_name("peer.py")
 _spec = importlib.util.spec_from_file_location("loopback_peer", _PEER)
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 peer_module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peer_module)
 

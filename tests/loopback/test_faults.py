@@ -169,6 +169,25 @@ def test_closing_while_pushing_is_clean(make_pair: Make) -> None:
         assert time.monotonic() - began < 5
 
 
+def test_links_that_were_never_connected_end_like_others(make_pair: Make) -> None:
+    here, there = make_pair("tcp")
+    lonely = [here.reactor.open_link(epoch=1, cookie=5) for _ in range(3)]
+    lonely[0].close()
+    lonely[1].fence()
+    here.take(EventKind.FENCED)
+    lonely[2].send(b"to whom?")
+    lonely[2].flush(4)
+    assert here.take(EventKind.FLUSHED)[0][3] != 0
+    # Nobody is at that address any more.
+    there.link.fence()
+    there.take(EventKind.FENCED)
+    lonely[2].connect(there.link.address())
+    lonely[2].send(b"anybody?")
+    here.take(EventKind.LINK_ERROR)
+    for link in lonely:
+        link.close()
+
+
 def test_the_last_message_goes_out_before_the_link_closes(make_remote: Make) -> None:
     here, remote = make_remote("tcp")
     here.link.send(b"farewell" * 10000)

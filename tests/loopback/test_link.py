@@ -146,7 +146,11 @@ def test_memory_stays_registered_while_a_link_lives() -> None:
 
 
 def test_settings_that_ucx_does_not_know_or_take_are_refused() -> None:
-    for overrides in ({"NO_SUCH_SETTING": "1"}, {"UCX_KEEPALIVE_INTERVAL": "soon"}, {"TLS": "no_such_transport"}):
+    for overrides in (
+        {"NO_SUCH_SETTING": "1"},
+        {"UCX_KEEPALIVE_INTERVAL": "soon"},
+        {"TLS": "no_such_transport"},
+    ):
         with pytest.raises(UcxFailed) as failed:
             ucx.open_context("tcp", "127.0.0.1", overrides=overrides)
         assert failed.value.status < 0

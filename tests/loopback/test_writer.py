@@ -70,7 +70,7 @@ def test_progress_is_told_when_a_chunk_is_complete(make_pair: Make) -> None:
     here, there = make_pair("cma")
     numbered(here)
     writer = here.link.writer(5, ttl_s=30.0)
-    for chunk in (range(0, 8), range(8, 20)):
+    for chunk in (range(8), range(8, 20)):
         writer.push(PUT, here.base, indices(chunk), indices(chunk))
         assert here.take(EventKind.PROGRESS)[0][2:4] == (5, 0)
         assert writer.done == chunk.stop
@@ -110,7 +110,7 @@ def test_an_index_outside_is_refused_before_anything_is_written(
     writer = here.link.writer(3, ttl_s=30.0)
     writer.push(lane, here.base, indices(source), indices(target))
     writer.ring(b"never")
-    kind, _, key, status, reason = here.take(EventKind.FAILED)[0]
+    _, _, key, status, reason = here.take(EventKind.FAILED)[0]
     assert (key, status) == (3, INVALID_ADDRESS)
     assert reason
     # A refusal leaves nothing under way, so quiet can be proven.

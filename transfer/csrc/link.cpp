@@ -162,9 +162,7 @@ unsigned Link::turn(Nanos now) {
   return work + posted_;
 }
 
-Nanos Link::next_deadline() const {
-  return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max();
-}
+Nanos Link::next_deadline() const { return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max(); }
 
 std::shared_ptr<Pool> Link::pool(std::uint32_t id) const {
   auto found = pools_.find(id);
@@ -176,8 +174,9 @@ void Link::put(Writer& writer, const Batch& batch, const Run& run) {
   ++posted_;
   ++stats().puts;
   stats().put_bytes += run.nbytes;
-  endpoint_->put<on_put_done>(reinterpret_cast<const void*>(run.source), run.nbytes, batch.pool->base + run.target,
-                              *batch.pool->key, batch.region->handle(), batch.region->kind(), put);
+  endpoint_->put<on_put_done>(reinterpret_cast<const void*>(run.source), run.nbytes,
+                              batch.pool->base + run.target, *batch.pool->key, batch.region->handle(),
+                              batch.region->kind(), put);
 }
 
 void Link::on_put_done(void* user, ucs_status_t status) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One peer: a worker of its own, the endpoint, the peer's pools, the writers, the messages in order.
 //
-// The public calls of the first group come from any thread and only leave a command for the reactor; all state
-// below is touched by the reactor's thread alone, except where it says otherwise.
+// The public calls of the first group come from any thread and only leave a command for the reactor; all
+// state below is touched by the reactor's thread alone, except where it says otherwise.
 #pragma once
 
 #include <atomic>
@@ -110,7 +110,8 @@ class Link : public std::enable_shared_from_this<Link> {
   void schedule(std::shared_ptr<Writer> writer);
   void break_off(ucs_status_t status, const std::string& reason);
   void lose_writers(ucs_status_t status, const std::string& reason);
-  void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
+  void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token,
+                       std::string message);
   void begin_end(const char* reason, bool force);
   void step_end(Nanos now);
   bool worker_may_go(Nanos now);

@@ -64,8 +64,8 @@ ucs_status_t Link::on_message(void* arg, const void* header, std::size_t header_
     link.error_ = UCS_ERR_UNSUPPORTED;
     return UCS_OK;
   }
-  Ordered::Verdict verdict =
-      link.inbox_.accept(fields[1], std::string(static_cast<const char*>(data), nbytes), [&link](std::string message) {
+  Ordered::Verdict verdict = link.inbox_.accept(
+      fields[1], std::string(static_cast<const char*>(data), nbytes), [&link](std::string message) {
         ++link.stats().messages_received;
         link.tell(EventKind::message, 0, UCS_OK, std::move(message));
       });

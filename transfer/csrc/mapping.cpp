@@ -12,7 +12,7 @@
 
 namespace kvrail {
 
-Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) : nbytes_(nbytes) {
+Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   struct stat status;
   if (fstat(fd, &status) < 0) throw std::system_error(errno, std::generic_category(), "import_shm: fstat");
   auto size = static_cast<std::uint64_t>(status.st_size);
@@ -21,11 +21,14 @@ Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) : nbytes_(n
   int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
     throw std::invalid_argument("import_shm: the shared file is not sealed against shrinking");
-  void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  // Huge-page files are mapped and unmapped in whole huge pages.
+  auto block = static_cast<std::uint64_t>(status.st_blksize);
+  nbytes_ = (nbytes + block - 1) / block * block;
+  void* data = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
   if (data == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "import_shm: mmap");
   data_ = static_cast<char*>(data);
   // A wish: without huge pages the lane is slower, not wrong.
-  (void)madvise(data, nbytes, MADV_HUGEPAGE);
+  (void)madvise(data, nbytes_, MADV_HUGEPAGE);
 }
 
 Mapping::~Mapping() { munmap(data_, nbytes_); }

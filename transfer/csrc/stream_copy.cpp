@@ -18,9 +18,9 @@ void copy_plain(char* target, const char* source, std::size_t nbytes) { std::mem
 
 #if defined(__x86_64__)
 
-// Whole cache lines go to a line-aligned target: a line that non-temporal stores write only in part costs a read of
-// memory. The ends go by memcpy. Four streams, a small page of memory apart, keep more prefetchers and more misses
-// busy than one: half as fast again. Software prefetch only slows this down.
+// Whole cache lines go to a line-aligned target: a line that non-temporal stores write only in part costs a
+// read of memory. The ends go by memcpy. Four streams, a small page of memory apart, keep more prefetchers
+// and more misses busy than one: half as fast again. Software prefetch only slows this down.
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kStream = 4096;
 constexpr std::size_t kStreams = 4;
@@ -41,7 +41,8 @@ void copy_lines_sse2(char* to, const char* from, std::size_t n) {
 }
 
 [[gnu::target("avx")]] void copy_lines_avx(char* to, const char* from, std::size_t n) {
-  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+  for (; n >= kStream * kStreams;
+       n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
     for (std::size_t i = 0; i < kStream; i += kLine)
       for (std::size_t k = 0; k < kStreams; ++k) move_avx(to + k * kStream + i, from + k * kStream + i);
   for (std::size_t i = 0; i < n; i += kLine) move_avx(to + i, from + i);
@@ -52,7 +53,8 @@ void copy_lines_sse2(char* to, const char* from, std::size_t n) {
 }
 
 [[gnu::target("avx512f")]] void copy_lines_avx512(char* to, const char* from, std::size_t n) {
-  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+  for (; n >= kStream * kStreams;
+       n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
     for (std::size_t i = 0; i < kStream; i += kLine)
       for (std::size_t k = 0; k < kStreams; ++k) move_avx512(to + k * kStream + i, from + k * kStream + i);
   for (std::size_t i = 0; i < n; i += kLine) move_avx512(to + i, from + i);

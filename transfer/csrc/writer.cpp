@@ -19,7 +19,8 @@ constexpr std::uint64_t kInlineBytes = 256 << 10;
 
 }  // namespace
 
-Writer::Writer(Link& link, std::uint64_t key, Nanos ttl) : link_(link), key_(key), deadline_(now_ns() + ttl) {}
+Writer::Writer(Link& link, std::uint64_t key, Nanos ttl)
+    : link_(link), key_(key), deadline_(now_ns() + ttl) {}
 
 bool Writer::may_write() const { return !forbidden_ && link_.usable() && now_ns() < deadline_; }
 
@@ -42,7 +43,8 @@ void Writer::add(std::shared_ptr<Batch> batch) {
     high = std::max(high, unit);
   }
   const std::uint64_t size = pool->unit_bytes;
-  auto region = link_.context().find_region(batch->source + low * size, (std::uint64_t{high} - low + 1) * size);
+  auto region =
+      link_.context().find_region(batch->source + low * size, (std::uint64_t{high} - low + 1) * size);
   if (!region) return fail(UCS_ERR_INVALID_ADDR, "source units are outside every registered region");
   if (std::string why = batch->bind(std::move(pool), std::move(region)); !why.empty())
     return fail(UCS_ERR_INVALID_ADDR, why);
