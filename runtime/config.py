@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["LaunchConfig", "environment", "is_loopback"]
+__all__ = ["LaunchConfig", "child_environment", "environment", "is_loopback", "ucx_overrides"]
 
 Role = Literal["pe", "ce", "single"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
@@ -165,3 +165,13 @@ def environment(
 ) -> str | None:
     """The environment variables that are read anywhere, and the only place that reads them."""
     return os.environ.get(name) or None
+
+
+def child_environment(**defaults: str) -> dict[str, str]:
+    """This process's environment for a child, with `defaults` for the variables that it lacks."""
+    return {**defaults, **os.environ}
+
+
+def ucx_overrides() -> dict[str, str]:
+    """UCX settings that the user made by UCX_<NAME> variables: they win over ours."""
+    return {name.removeprefix("UCX_"): value for name, value in os.environ.items() if name.startswith("UCX_")}

@@ -20,7 +20,9 @@ class StepOutput(NamedTuple):
 
     `computed`: prompt tokens whose KV now stands in the sequence's pages. `token`: the token sampled in this
     step, or None (a prefill chunk that was not the last). After `finish_reason` is set the engine holds no
-    pages of the sequence any more, except for a prefill-only sequence: see Engine.add.
+    pages of the sequence any more, except for a prefill-only sequence: see Engine.add. A prefill-only sequence
+    is done when `token` (or a finish reason) is set; its finish reason is the one that the whole request ends
+    with at token 1, or None when it goes on elsewhere. `error` says why when `finish_reason` is "abort".
     """
 
     sequence_id: str
@@ -29,6 +31,7 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None
     cached_tokens: int
     logprob: TokenLogprob | None = None
+    error: str | None = None
 
 
 class SequenceState(NamedTuple):

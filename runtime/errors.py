@@ -22,6 +22,7 @@ __all__ = [
     "RuntimeFault",
     "TooLong",
     "Unavailable",
+    "fault_of",
 ]
 
 
@@ -68,3 +69,12 @@ class Cancelled(RuntimeFault):
 
 class EngineFailed(RuntimeFault):
     pass
+
+
+def fault_of(status: int, message: str, retry_after_s: float | None = None) -> RuntimeFault:
+    """The fault that an HTTP status from inside (a rank, another engine) means."""
+    if status == 429:
+        return Overloaded(message, retry_after_s=retry_after_s or 1.0)
+    if status == 503:
+        return Unavailable(message, retry_after_s=retry_after_s or 1.0)
+    return BadRequest(message) if 400 <= status < 500 else EngineFailed(message)

@@ -22,6 +22,7 @@ __all__ = [
     "FirstToken",
     "Grant",
     "HandOff",
+    "LaneChosen",
     "LinkMessage",
     "Quiesced",
     "SelfTest",
@@ -139,7 +140,23 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True, tag="selftested"
     reason: str = ""
 
 
-LinkMessage = Grant | Cancel | FirstToken | Doorbell | Quiesced | SelfTest | SelfTestResult
+class LaneChosen(msgspec.Struct, frozen=True, kw_only=True, tag="lane"):
+    """PE → CE: the outcome of the lane tests; the first message that the rank loops hear of a link.
+
+    `name` "" means that no permitted lane works, for `reason`; the link is over then. Else `reason` says why a
+    faster lane was not taken. `probes`: (bytes per put, GB/s, µs per put).
+    """
+
+    epoch: int
+    name: Literal["shm", "put", ""]
+    transport: str = ""
+    memory: str = ""
+    fence: Literal["worker", "process"] = "process"
+    probes: list[tuple[int, float, float]] = []
+    reason: str = ""
+
+
+LinkMessage = Grant | Cancel | FirstToken | Doorbell | Quiesced | SelfTest | SelfTestResult | LaneChosen
 
 
 class TicketBeat(msgspec.Struct, frozen=True, array_like=True):

@@ -54,8 +54,7 @@ void copies_of_every_size_and_alignment_are_exact() {
   std::vector<char> source(70000), target(70000);
   std::mt19937 random(2);
   for (char& byte : source) byte = static_cast<char>(random());
-  for (std::size_t nbytes :
-       {0, 1, 63, 64, 65, 127, 128, 129, 4095, 4096, 16383, 16384, 16385, 20000, 32768, 65600}) {
+  for (std::size_t nbytes : {0, 1, 63, 64, 65, 127, 128, 129, 4095, 4096, 16383, 16384, 16385, 20000, 32768, 65600}) {
     for (std::size_t from : {0, 1, 8, 63}) {
       for (std::size_t to : {0, 1, 16, 63, 64}) {
         std::fill(target.begin(), target.end(), 0x55);

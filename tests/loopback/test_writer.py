@@ -110,7 +110,7 @@ def test_an_index_outside_is_refused_before_anything_is_written(
     writer = here.link.writer(3, ttl_s=30.0)
     writer.push(lane, here.base, indices(source), indices(target))
     writer.ring(b"never")
-    _, _, key, status, reason = here.take(EventKind.FAILED)[0]
+    _kind, _, key, status, reason = here.take(EventKind.FAILED)[0]
     assert (key, status) == (3, INVALID_ADDRESS)
     assert reason
     # A refusal leaves nothing under way, so quiet can be proven.

@@ -41,8 +41,8 @@ class Batch {
   std::string bind(std::shared_ptr<Pool> to, std::shared_ptr<Region> from) {
     for (std::size_t i = 0; i < targets.size(); ++i) {
       if (targets[i] >= to->units)
-        return "target unit " + std::to_string(targets[i]) + " is outside pool " + std::to_string(pool_id) +
-               " of " + std::to_string(to->units) + " units";
+        return "target unit " + std::to_string(targets[i]) + " is outside pool " + std::to_string(pool_id) + " of " +
+               std::to_string(to->units) + " units";
     }
     pool = std::move(to);
     region = std::move(from);
@@ -66,8 +66,7 @@ class Batch {
     }
     const std::uint64_t most = std::min<std::uint64_t>(limit / size, sources.size() - next_);
     std::uint32_t n = 1;
-    while (n < most && sources[next_ + n] == sources[next_] + n && targets[next_ + n] == targets[next_] + n)
-      ++n;
+    while (n < most && sources[next_ + n] == sources[next_] + n && targets[next_ + n] == targets[next_] + n) ++n;
     run.nbytes = n * size;
     finish_units(run, n);
     return run;

@@ -26,8 +26,7 @@ void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs) {
 void copy_slice(Writer& writer, const Batch& batch, const std::vector<Run>& runs) {
   std::uint64_t units = 0, nbytes = 0;
   for (const Run& run : runs) {
-    stream_copy(batch.pool->mapping->data() + run.target, reinterpret_cast<const void*>(run.source),
-                run.nbytes);
+    stream_copy(batch.pool->mapping->data() + run.target, reinterpret_cast<const void*>(run.source), run.nbytes);
     units += run.units;
     nbytes += run.nbytes;
   }

@@ -25,11 +25,10 @@ void settle(ucs_status_ptr_t request, Endpoint::Done done, void* user) {
 
 }  // namespace
 
-Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err_handler_cb_t on_error,
-                   void* arg) {
+Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err_handler_cb_t on_error, void* arg) {
   ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.field_mask =
+      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(peer_address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = on_error;
@@ -38,8 +37,7 @@ Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err
 }
 
 void Endpoint::put_(const void* source, std::size_t nbytes, std::uint64_t target, const RemoteKey& key,
-                    ucp_mem_h memory, ucs_memory_type_t kind, ucp_send_nbx_callback_t callback, Done done,
-                    void* user) {
+                    ucp_mem_h memory, ucs_memory_type_t kind, ucp_send_nbx_callback_t callback, Done done, void* user) {
   ucp_request_param_t param = with_callback(callback, user);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.memh = memory;
@@ -52,15 +50,15 @@ void Endpoint::flush_(ucp_send_nbx_callback_t callback, Done done, void* user) {
   settle(ucp_ep_flush_nbx(handle_, &param), done, user);
 }
 
-void Endpoint::send_(unsigned message_id, const void* header, std::size_t header_bytes,
-                     const std::string& payload, ucp_send_nbx_callback_t callback, Done done, void* user) {
+void Endpoint::send_(unsigned message_id, const void* header, std::size_t header_bytes, const std::string& payload,
+                     ucp_send_nbx_callback_t callback, Done done, void* user) {
   ucp_request_param_t param = with_callback(callback, user);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   // Rendezvous would need a matching receive call; a link message is small enough to be sent in fragments.
   param.flags = UCP_AM_SEND_FLAG_EAGER;
   param.memory_type = UCS_MEMORY_TYPE_HOST;
-  settle(ucp_am_send_nbx(handle_, message_id, header, header_bytes, payload.data(), payload.size(), &param),
-         done, user);
+  settle(ucp_am_send_nbx(handle_, message_id, header, header_bytes, payload.data(), payload.size(), &param), done,
+         user);
 }
 
 void Endpoint::close_(bool force, ucp_send_nbx_callback_t callback, Done done, void* user) {

@@ -25,8 +25,8 @@ class Endpoint {
 
   ucp_ep_h handle() const { return handle_; }
   template <Done done>
-  void put(const void* source, std::size_t nbytes, std::uint64_t target, const RemoteKey& key,
-           ucp_mem_h memory, ucs_memory_type_t kind, void* user) {
+  void put(const void* source, std::size_t nbytes, std::uint64_t target, const RemoteKey& key, ucp_mem_h memory,
+           ucs_memory_type_t kind, void* user) {
     put_(source, nbytes, target, key, memory, kind, finished<done>, done, user);
   }
   template <Done done>
@@ -35,8 +35,7 @@ class Endpoint {
   }
   // `header` and `payload` must live until `done`.
   template <Done done>
-  void send(unsigned message_id, const void* header, std::size_t header_bytes, const std::string& payload,
-            void* user) {
+  void send(unsigned message_id, const void* header, std::size_t header_bytes, const std::string& payload, void* user) {
     send_(message_id, header, header_bytes, payload, finished<done>, done, user);
   }
   template <Done done>

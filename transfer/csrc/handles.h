@@ -71,13 +71,12 @@ class PyWriter {
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
   void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets) {
-    if (sources.size() != targets.size())
-      throw nb::value_error("push: as many source as target units are needed");
+    if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
-    auto batch = std::make_shared<Batch>(
-        pool, source, std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-        std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
+    auto batch = std::make_shared<Batch>(pool, source,
+                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
+                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
     act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
   }
 

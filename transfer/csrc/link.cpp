@@ -21,6 +21,7 @@ Link::Link(Reactor& reactor, std::uint32_t id, std::uint32_t epoch, std::uint64_
     : reactor_(reactor), id_(id), epoch_(epoch), cookie_(cookie) {
   worker_ = std::make_unique<Worker>(reactor.context().handle(), kMessageId, on_message, this);
   address_ = worker_->address();
+  network_address_ = worker_->network_address();
   reactor_.watch_worker(worker_->event_fd(), id_);
   context().link_opened();
 }
@@ -74,8 +75,7 @@ Result Link::ask(const char* call, std::function<Result(const Endpoint&)> questi
 }
 
 std::vector<std::string> Link::transports() {
-  return ask<std::vector<std::string>>("transports",
-                                       [](const Endpoint& endpoint) { return endpoint.transports(); });
+  return ask<std::vector<std::string>>("transports", [](const Endpoint& endpoint) { return endpoint.transports(); });
 }
 
 std::string Link::describe() {
@@ -174,9 +174,8 @@ void Link::put(Writer& writer, const Batch& batch, const Run& run) {
   ++posted_;
   ++stats().puts;
   stats().put_bytes += run.nbytes;
-  endpoint_->put<on_put_done>(reinterpret_cast<const void*>(run.source), run.nbytes,
-                              batch.pool->base + run.target, *batch.pool->key, batch.region->handle(),
-                              batch.region->kind(), put);
+  endpoint_->put<on_put_done>(reinterpret_cast<const void*>(run.source), run.nbytes, batch.pool->base + run.target,
+                              *batch.pool->key, batch.region->handle(), batch.region->kind(), put);
 }
 
 void Link::on_put_done(void* user, ucs_status_t status) {

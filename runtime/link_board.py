@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank tells its front about its links: one report for each change of state, and running counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+from kvrail.runtime.messages import LinkReport, ToFront
+from kvrail.transfer.link_events import (
+    LinkDown,
+    LinkEvent,
+    LinkKey,
+    LinkRefusal,
+    LinkUp,
+    PeerBeat,
+    PeerStuck,
+    Recovered,
+    Suspect,
+)
+
+__all__ = ["LinkBoard"]
+
+State = Literal["connecting", "up", "suspect", "down", "refused"]
+
+
+class LinkBoard:
+    """The last known state of each link, in words for people and metrics. Decides nothing."""
+
+    def __init__(self, send: Callable[[ToFront], None]) -> None:
+        self._send = send
+        self._reports: dict[LinkKey, LinkReport] = {}
+        self._counters: dict[LinkKey, Counter[str]] = {}
+        # Stuck peers, with the step count at which they stood still.
+        self._stuck: dict[LinkKey, int] = {}
+        self._steps: dict[LinkKey, int] = {}
+        self._dropped: set[LinkKey] = set()
+
+    def connecting(self, key: LinkKey) -> None:
+        """The front asked for this link; nothing is known yet."""
+        self._dropped.discard(key)
+        self._report(key, "connecting")
+
+    def drop(self, key: LinkKey) -> None:
+        """The front has forgotten this link: its end, still to come, is news for nobody."""
+        self._dropped.add(key)
+        for table in (self._reports, self._counters, self._stuck, self._steps):
+            table.pop(key, None)
+
+    def count(self, key: LinkKey, **amounts: float) -> None:
+        """Add to the counters of a link (pages, bytes, tickets, failures)."""
+        counters = self._counters.setdefault(key, Counter())
+        for name, amount in amounts.items():
+            counters[name] += amount  # type: ignore[assignment]
+
+    def counters(self) -> list[tuple[str, int, dict[str, float]]]:
+        """(peer incarnation hex, rank, counters) of each link."""
+        return [(key.incarnation.hex(), key.rank, dict(found)) for key, found in self._counters.items()]
+
+    def up(self) -> list[LinkKey]:
+        """Links that carry messages now."""
+        return [key for key, report in self._reports.items() if report.state in ("up", "suspect")]
+
+    def note(self, event: LinkEvent) -> None:
+        """Report what this event changes."""
+        if getattr(event, "key", None) in self._dropped:
+            return
+        match event:
+            case LinkUp(key, epoch, lane):
+                self._counters.setdefault(key, Counter(pages=0, bytes=0, tickets=0))
+                self._set(
+                    LinkReport(
+                        incarnation=key.incarnation,
+                        rank=key.rank,
+                        state="up",
+                        epoch=epoch,
+                        lane=lane.name,
+                        transport=lane.transport,
+                        memory=lane.memory,
+                        reason=lane.reason,
+                        probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
+                        same_host=lane.same_host,
+                    )
+                )
+            case LinkDown(key, _, reason):
+                self._report(key, "down", reason)
+            case LinkRefusal(key, reason) if key is not None:
+                self._report(key, "refused", reason)
+            case Suspect(key):
+                self._report(key, "suspect", "heartbeats are missing")
+            case Recovered(key):
+                self._report(key, "up")
+            case PeerStuck(key, for_s):
+                self._stuck[key] = self._steps.get(key, 0)
+                self._report(
+                    key, "suspect", f"its process lives, its step loop stands still for {for_s:.0f} s"
+                )
+            case PeerBeat(key, beat):
+                self._steps[key] = beat.steps
+                if key in self._stuck and self._stuck[key] != beat.steps:
+                    del self._stuck[key]
+                    self._report(key, "up")
+            case _:
+                pass
+
+    def _report(self, key: LinkKey, state: State, reason: str = "") -> None:
+        old = self._reports.get(key)
+        if old is None:
+            self._set(LinkReport(incarnation=key.incarnation, rank=key.rank, state=state, reason=reason))
+        elif (old.state, old.reason) != (state, reason):
+            # The lane stays in the report of a link that is down: it says what was lost.
+            self._set(
+                LinkReport(
+                    incarnation=key.incarnation,
+                    rank=key.rank,
+                    state=state,
+                    epoch=old.epoch,
+                    lane=old.lane,
+                    transport=old.transport,
+                    memory=old.memory,
+                    reason=reason,
+                    probes=old.probes,
+                    same_host=old.same_host,
+                )
+            )
+
+    def _set(self, report: LinkReport) -> None:
+        self._reports[LinkKey(report.incarnation, report.rank)] = report
+        self._send(report)

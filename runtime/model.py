@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers model code over our page pool: one flat batch in, logits of chosen tokens out.
+
+The model's own forward runs unchanged; its attention arrives in `_paged_attention` through the attention-function
+registry, with this step's plan as an extra keyword. Matrix products and norms are replaced by quicker ones with the
+same meaning where this CPU needs it. A self-check at load compares the result with the model's own eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvrail.kernels.attention import Slice, StepPlan
+from kvrail.kernels.linear import has_native_16bit, widen_linears
+from kvrail.runtime.checkpoint import Checkpoint, Progress
+from kvrail.runtime.errors import ConfigError
+from kvrail.transfer.layout import PageLayout
+
+__all__ = ["PagedModel", "pool_tensor"]
+
+_ATTENTION = "kvrail_paged"
+# Largest difference of logits, relative to their spread, between our batch and the model's own attention.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    plan: StepPlan,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls in every layer: [1, heads, T, dim] → [1, T, heads, dim]."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return plan.attend(layer, query[0], key[0], value[0], scaling)[None], None
+
+
+def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
+    """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over any writable buffer, without a copy."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    count = pages * layout.page_bytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(pages, *layout.shape)
+
+
+class PagedModel:
+    """A loaded model. `layout` is the page geometry that its pool must have."""
+
+    def __init__(self, model: Any, layout: PageLayout) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_ATTENTION, _paged_attention)
+        self.layout = layout
+        self.vocab_size = int(model.config.vocab_size)
+        self.max_model_len = int(model.config.max_position_embeddings)
+        self._model: Any = model
+        self._model.eval()
+        self._model.set_attn_implementation(_ATTENTION)
+        dtype = getattr(torch, layout.dtype)
+        if dtype == torch.float32 or not has_native_16bit(dtype):
+            widen_linears(self._model)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, dtype: str, page_tokens: int, progress: Progress | None = None
+    ) -> PagedModel:
+        """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
+        from transformers import AutoModelForCausalLM
+
+        layout = checkpoint.layout(dtype, page_tokens)
+        if progress:
+            progress("loading the weights", 0.0)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder, dtype=getattr(torch, layout.dtype), attn_implementation="eager"
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
+        paged = cls(model, layout)
+        if progress:
+            progress("checking the model", 0.8)
+        paged.self_check()
+        if progress:
+            progress("ready", 1.0)
+        return paged
+
+    def forward(
+        self, pool: torch.Tensor, tokens: np.ndarray[Any, Any], slices: list[Slice], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute the new tokens of each slice into the pool; return logits [len(wanted), vocabulary], float32.
+
+        tokens [T] in the order of the slices; `wanted` are indices into them.
+        """
+        with torch.inference_mode():
+            plan = StepPlan(pool, slices)
+            logits: torch.Tensor = self._model(
+                input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+                position_ids=plan.positions[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
+                plan=plan,
+            ).logits[0]
+            return logits.float()
+
+    def self_check(self) -> None:
+        """Raise ConfigError unless a flat paged batch gives the logits of the model's own eager attention.
+
+        Two random sequences, cut into uneven chunks, interleaved, over scattered pages; then single tokens.
+        """
+        page_tokens = self.layout.page_tokens
+        random = np.random.default_rng(0)
+        vocabulary = self._model.config.vocab_size
+        lengths = (page_tokens + 7, 11)
+        prompts = [random.integers(0, vocabulary, length) for length in lengths]
+        tables = [[3, 1], [2]]
+        pool = torch.zeros(4, *self.layout.shape, dtype=getattr(torch, self.layout.dtype))
+        found: list[torch.Tensor] = []
+        done = [0, 0]
+        for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
+            active = [i for i in range(2) if counts[i]]
+            tokens = np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in active])
+            slices = [Slice(tables[i], done[i], counts[i]) for i in active]
+            ends = np.cumsum([counts[i] for i in active]) - 1
+            found.append(self.forward(pool, tokens, slices, ends.tolist()))
+            done = [done[i] + counts[i] for i in range(2)]
+        ours = found[-1]
+        theirs = torch.stack([self._eager(prompt) for prompt in prompts])
+        spread = float(theirs.std())
+        worst = float((ours - theirs).abs().max()) / max(spread, 1e-6)
+        if not worst <= _TOLERANCE[self.layout.dtype]:
+            raise ConfigError(
+                f"self-check failed: the {self._model.config.model_type} model over pages differs from its own "
+                f"attention by {worst:.3g} of the logits' spread; this model cannot be served rightly"
+            )
+
+    def _eager(self, prompt: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Logits behind the last token, by the model's own attention over the whole sequence."""
+        self._model.set_attn_implementation("eager")
+        try:
+            with torch.inference_mode():
+                ids = torch.from_numpy(prompt.astype(np.int64))[None]
+                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+                return logits[0, -1].float()
+        finally:
+            self._model.set_attn_implementation(_ATTENTION)

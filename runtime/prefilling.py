@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine's rank: prompts in, pages pushed to the completion engine that granted them, one first token each.
+
+The ledger (transfer/sender.py) decides; this file carries its decisions to the engine and to the native writers,
+and what those answer back to the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.runtime.engine_protocol import Engine, StepOutput
+from kvrail.runtime.errors import RuntimeFault
+from kvrail.runtime.link_board import LinkBoard
+from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
+from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.transfer.checksums import pack_checksums, page_checksums
+from kvrail.transfer.errors import LinkLost
+from kvrail.transfer.link_events import (
+    LinkDown,
+    LinkEvent,
+    LinkKey,
+    LinkUp,
+    PeerBeat,
+    Proven,
+    Received,
+    WriterEvent,
+)
+from kvrail.transfer.links import Links
+from kvrail.transfer.memory import Pools
+from kvrail.transfer.pages import PagePool
+from kvrail.transfer.sender import Sender
+from kvrail.transfer.tickets import (
+    PAGE_POOL,
+    AbortPrefill,
+    DropWriter,
+    OpenWriter,
+    PrefillEnded,
+    Push,
+    ReleaseSource,
+    RenewWriter,
+    Ring,
+    Send,
+    SenderEffect,
+    StartPrefill,
+    StopWriter,
+)
+from kvrail.transfer.wire import Beat, HandOff, encode, unpack_u32
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["Prefilling"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Call:
+    """One prefill call, from its arrival to PrefillEnded."""
+
+    __slots__ = ("call", "tokens")
+
+    def __init__(self, call: Prefill, tokens: npt.NDArray[np.uint32]) -> None:
+        self.call = call
+        self.tokens = tokens
+
+
+class Prefilling:
+    """The role of a PE rank; implements rank.Role."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pool: PagePool,
+        pools: Pools,
+        links: Links,
+        sender: Sender,
+        send: Callable[[ToFront], None],
+    ) -> None:
+        self.engine = engine
+        self._pool = pool
+        self._pools = pools
+        self._links = links
+        self._sender = sender
+        self._send = send
+        self._board = LinkBoard(send)
+        self._calls: dict[str, _Call] = {}
+        self._writers: dict[int, _ucx.Writer] = {}
+        self._counters: Counter[str] = Counter()
+
+    # --- what comes in ----------------------------------------------------------------------------------------
+
+    def handle(self, now: float, message: ToRank) -> None:
+        """A message from the front."""
+        if isinstance(message, Prefill):
+            self._take(now, message)
+        elif isinstance(message, Abort):
+            self._sender.abort(now, message.request_id, message.reason)
+
+    def _take(self, now: float, message: Prefill) -> None:
+        try:
+            tokens = unpack_u32(message.tokens)
+        except ValueError:
+            self._send(
+                PrefillDone(
+                    request_id=message.request_id, ok=False, status=400, reason="token ids are not uint32"
+                )
+            )
+            return
+        self._calls.setdefault(message.request_id, _Call(message, tokens))
+        self._sender.prefill(now, message.request_id, message.ticket)
+        self.tick(now)
+        if message.request_id in self._calls:
+            self._send(Accepted(request_id=message.request_id))
+
+    def on_link(self, now: float, event: LinkEvent) -> None:
+        """Something happened on a link."""
+        self._board.note(event)
+        match event:
+            case LinkUp(key, epoch):
+                self._sender.link_up(now, key, epoch)
+            case LinkDown(key, epoch, reason):
+                self._sender.link_down(now, key, epoch, reason)
+            case Proven(key, epoch):
+                self._sender.proven(key, epoch)
+            case Received(key, message):
+                self._sender.on_message(now, key, message)
+            case PeerBeat(key, beat):
+                self._sender.on_beat(now, key, beat)
+            case WriterEvent():
+                self._on_writer(now, event)
+            case _:
+                pass
+        # At once: the next event may build on what this one has caused (a grant behind a link that came up).
+        self._carry_out(now)
+
+    def _on_writer(self, now: float, event: WriterEvent) -> None:
+        match event.kind:
+            case "progress":
+                self._sender.on_progress(now, event.writer)
+            case "rung":
+                self._sender.on_rung(now, event.writer)
+            case "quiet":
+                self._sender.on_quiet(now, event.writer, event.ok, event.reason)
+            case "failed":
+                self._board.count(event.key, failures=1)
+                self._sender.on_failed(now, event.writer, event.reason)
+
+    def on_step(self, now: float, outputs: list[StepOutput]) -> None:
+        """The model has run one step: push what became final, send first tokens ahead."""
+        for output in outputs:
+            call = self._calls.get(output.sequence_id)
+            if call is None:
+                continue
+            ticket = call.call.ticket
+            if output.finish_reason == "abort":
+                self._sender.prefill_failed(now, ticket, output.error or "the engine dropped the prompt")
+                continue
+            if output.token is not None:
+                self._counters["prompt_tokens"] += len(call.tokens)
+                self._counters["cached_tokens"] += output.cached_tokens
+                self._counters["first_tokens"] += 1
+                # Ahead of the last pages: the user need not wait for them.
+                self._sender.first_token(now, ticket, _hand_off(call, output))
+                if output.finish_reason is not None:
+                    continue
+            state = self.engine.sequence(output.sequence_id)
+            if state is not None:
+                self._sender.computed(now, ticket, output.computed, state.pages)
+
+    def tick(self, now: float) -> None:
+        """Timers, and what the ledger wants done."""
+        self._sender.reap(now)
+        self._carry_out(now)
+
+    # --- what goes out ----------------------------------------------------------------------------------------
+
+    def _carry_out(self, now: float) -> None:
+        while effects := self._sender.take_effects():
+            for effect in effects:
+                try:
+                    self._do(now, effect)
+                except LinkLost as error:
+                    # Its LinkDown is on the way and ends every ticket of the link.
+                    _log.debug("not done, the link is gone: %s", error)
+
+    def _do(self, now: float, effect: SenderEffect) -> None:
+        match effect:
+            case Send(link, message):
+                self._links.send(LinkKey(*link), message)
+            case StartPrefill(request_id, ticket):
+                self._start(now, request_id, ticket)
+            case AbortPrefill(request_id):
+                self.engine.abort(request_id)
+            case ReleaseSource(request_id):
+                self.engine.release(request_id)
+            case OpenWriter(link, writer, ttl_s):
+                self._writers[writer] = self._links.writer(LinkKey(*link), writer, ttl_s)
+            case RenewWriter(_, writer, ttl_s):
+                if writer in self._writers:
+                    self._writers[writer].renew(ttl_s)
+            case Push(link, writer, pool, source, target):
+                self._push(LinkKey(*link), writer, pool, source, target)
+            case Ring(link, writer, bell, pages, state_slot):
+                if writer not in self._writers:
+                    return
+                if pages is not None:
+                    sums = pack_checksums(page_checksums(self._pools.pages, pages))
+                    bell = msgspec.structs.replace(bell, checksums=sums)
+                    if state_slot >= 0 and self._pools.state is not None:
+                        state_sum = page_checksums(self._pools.state, np.array([state_slot], dtype=np.uint32))
+                        bell = msgspec.structs.replace(bell, state_checksum=int(state_sum[0]))
+                self._writers[writer].ring(encode(bell))
+                self._board.count(LinkKey(*link), tickets=1)
+            case StopWriter(_, writer):
+                if writer in self._writers:
+                    self._writers[writer].stop()
+                else:
+                    self._sender.on_quiet(now, writer, True)
+            case DropWriter(_, writer):
+                self._writers.pop(writer, None)
+            case PrefillEnded():
+                self._ended(effect)
+
+    def _push(
+        self,
+        key: LinkKey,
+        writer: int,
+        pool: int,
+        source: npt.NDArray[np.uint32],
+        target: npt.NDArray[np.uint32],
+    ) -> None:
+        if writer not in self._writers:
+            return
+        memory = self._pools.pages if pool == PAGE_POOL else self._pools.state
+        assert memory is not None
+        self._writers[writer].push(pool, memory.address, source, target)
+        pages = len(target) if pool == PAGE_POOL else 0
+        self._board.count(key, pages=pages, bytes=len(target) * memory.unit_bytes)
+
+    def _start(self, now: float, request_id: str, ticket: bytes) -> None:
+        call = self._calls[request_id]
+        try:
+            self.engine.add(request_id, call.tokens, call.call.sampling, prefill_only=True)
+        except RuntimeFault as fault:
+            self._sender.prefill_failed(
+                now, ticket, fault.message, status=fault.status, retry_after_s=fault.retry_after_s
+            )
+
+    def _ended(self, end: PrefillEnded) -> None:
+        self._calls.pop(end.request_id, None)
+        self._counters["prefills_ok" if end.ok else "prefills_failed"] += 1
+        self._send(
+            PrefillDone(
+                request_id=end.request_id,
+                ok=end.ok,
+                reason=end.reason,
+                status=end.status,
+                cached_tokens=end.cached_tokens,
+                retry_after_s=end.retry_after_s,
+            )
+        )
+
+    # --- what others see --------------------------------------------------------------------------------------
+
+    def beat(self, steps: int) -> None:
+        """Every link hears how far this loop is and how far its tickets are."""
+        for key in self._board.up():
+            tickets = self._sender.beat_tickets(key)
+            self._links.set_beat(key, Beat(steps=steps, state="serving", tickets=tickets))
+
+    def stats(self, steps: int) -> Stats:
+        """Gauges and counters, as doc/metrics.md names them."""
+        gauges = pool_gauges(self._pool, self.engine) | self._sender.gauges()
+        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
+        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+
+
+def _hand_off(call: _Call, output: StepOutput) -> HandOff:
+    assert output.token is not None
+    return HandOff(
+        first_token=output.token,
+        finish_reason=output.finish_reason,
+        logprob=output.logprob,
+        seed=call.call.sampling.seed,
+        next_position=len(call.tokens) + 1,
+        cached_tokens=output.cached_tokens,
+    )

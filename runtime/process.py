@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank processes: started by the front, told their settings on stdin, gone whenever the front is gone.
+
+Three nets keep a rank from outliving its front: a Shutdown message (orderly stop), SIGTERM then SIGKILL from the
+front's `stop`, and the kernel's parent-death signal (the front crashed or was killed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.errors import ConfigError
+
+__all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a rank process is told at start. Never on a command line: it holds the cluster token."""
+
+    config: LaunchConfig
+    rank: int
+    endpoint: str
+    socket_dir: str
+    token: bytes
+    parent: int
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies; exit at once when that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("kvrail rank: the front process died before this rank had started")
+
+
+class RankProcesses:
+    """The rank processes of one role and the private folder of their sockets. A context manager."""
+
+    def __init__(self, config: LaunchConfig, token: bytes) -> None:
+        self._config = config
+        self._token = token
+        self.directory = _private_directory(config)
+        self.endpoints = [f"ipc://{self.directory}/front{rank}.ipc" for rank in range(config.dp)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start every rank. Their `Ready` comes over ZeroMQ once the model is loaded."""
+        for rank in range(self._config.dp):
+            process = subprocess.Popen(
+                # -P: the working directory must not shadow installed packages.
+                [sys.executable, "-P", "-m", "kvrail.runtime.rank"],
+                stdin=subprocess.PIPE,
+            )
+            self.processes.append(process)
+            spec = RankSpec(
+                config=self._config,
+                rank=rank,
+                endpoint=self.endpoints[rank],
+                socket_dir=str(self.directory),
+                token=self._token,
+                parent=os.getpid(),
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(spec))
+            process.stdin.close()
+
+    def dead(self) -> list[tuple[int, int]]:
+        """(rank, exit code) of each rank process that has ended."""
+        return [(n, p.returncode) for n, p in enumerate(self.processes) if p.poll() is not None]
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """Wait for ranks that were told to stop; then SIGTERM, then SIGKILL. Removes the socket folder."""
+        for kill, wait_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+            alive = [p for p in self.processes if p.poll() is None]
+            if not alive:
+                break
+            for process in alive:
+                if kill is not None:
+                    process.send_signal(kill)
+            deadline = time.monotonic() + wait_s
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _private_directory(config: LaunchConfig) -> Path:
+    """A fresh folder for this role under the runtime folder, both of mode 0700; clears those of dead roles."""
+    base = config.resolved_runtime_dir()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = base.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{base} must belong to this user with mode 0700: repair it, or give --runtime-dir")
+    for old in base.glob("*.run"):
+        pid = int(old.name.split("-")[1]) if old.name.count("-") >= 2 else 0
+        if pid and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    directory = base / f"{config.role}-{os.getpid()}-{secrets.token_hex(3)}.run"
+    directory.mkdir(mode=0o700)
+    return directory

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence inside the engine: its tokens, its page table, how far it is computed, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.runtime.engine_protocol import SequenceState, StepOutput
+from kvrail.runtime.messages import FinishReason, Sampling
+from kvrail.runtime.prefix import extend_keys
+from kvrail.runtime.sampler import check_sampling
+from kvrail.transfer.wire import TokenLogprob
+
+__all__ = ["EngineSequence"]
+
+
+class EngineSequence:
+    """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
+
+    `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
+    of which the first `indexed` were offered to the prefix cache or came from it.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "computed",
+        "emitted",
+        "indexed",
+        "keys",
+        "pages",
+        "prefill_only",
+        "prompt_tokens",
+        "sampling",
+        "sequence_id",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        sequence_id: str,
+        prompt: npt.NDArray[np.uint32],
+        sampling: Sampling,
+        *,
+        emitted: Iterable[int] = (),
+        prefill_only: bool = False,
+    ) -> None:
+        check_sampling(sampling)
+        self.sequence_id = sequence_id
+        self.tokens: list[int] = [*prompt.tolist(), *emitted]
+        self.prompt_tokens = len(prompt)
+        self.emitted = len(self.tokens) - len(prompt)
+        self.sampling = sampling
+        self.prefill_only = prefill_only
+        self.pages: list[int] = []
+        self.keys: list[bytes] = []
+        self.indexed = 0
+        self.computed = 0
+        # Unknown until the first match; a sequence that is computed anew keeps its first answer.
+        self.cached_tokens: int | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is not computed yet (1: the next step samples)."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def state(self) -> SequenceState:
+        """The snapshot that the engine shows."""
+        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0)
+
+    def page_keys(self, namespace: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
+        """Keys of the first `full_pages` pages."""
+        if len(self.keys) < full_pages:
+            known = np.asarray(self.tokens[: full_pages * page_tokens], dtype=np.uint32)
+            extend_keys(self.keys, namespace, known, page_tokens, full_pages)
+        return self.keys[:full_pages]
+
+    def restart(self) -> None:
+        """Its pages are gone: everything is to be computed again (nothing is emitted again)."""
+        self.pages, self.computed, self.indexed = [], 0, 0
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Whether the sequence ends with its last token."""
+        if self.emitted and self.tokens[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        if self.emitted >= self.sampling.max_tokens or len(self.tokens) >= max_model_len:
+            return "length"
+        return None
+
+    def output(
+        self,
+        token: int | None = None,
+        finish_reason: FinishReason | None = None,
+        logprob: TokenLogprob | None = None,
+        error: str | None = None,
+    ) -> StepOutput:
+        """What this step did for the sequence."""
+        computed = min(self.computed, self.prompt_tokens)
+        return StepOutput(
+            self.sequence_id, computed, token, finish_reason, self.cached_tokens or 0, logprob, error
+        )

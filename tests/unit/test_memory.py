@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host pools: what the kernel gave, that nothing is left, and when they may go."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrail.transfer.errors import TransferError
+from kvrail.transfer.memory import SEALS, HostPool, OutOfMemory, Pools
+
+
+class Region:
+    def __init__(self) -> None:
+        self.links = 0
+
+    def packed_key(self) -> bytes:
+        return b"key"
+
+    def close(self) -> None:
+        if self.links:
+            raise RuntimeError("a link lives")
+
+
+class Context:
+    """Registers without UCX; the real one is in tests/loopback."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+    def register(self, address: int, nbytes: int, memory: str) -> Region:
+        assert (memory, nbytes > 0) == ("host", True)
+        self.regions.append(Region())
+        return self.regions[-1]
+
+
+def make(units: int, unit_bytes: int) -> tuple[HostPool, Context]:
+    context: Any = Context()
+    return HostPool(context, units=units, unit_bytes=unit_bytes), context
+
+
+def test_pool_is_zero_sealed_shared_and_nameless() -> None:
+    shm = set(os.listdir("/dev/shm"))
+    pool, _ = make(5, 1000)
+    assert (pool.nbytes, pool.mapped_bytes % 4096) == (5000, 0)
+    assert pool.buffer is not None
+    assert not np.frombuffer(pool.buffer, np.uint8).any()
+    assert fcntl.fcntl(pool.fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    pool.buffer[4999] = 7
+    assert os.pread(pool.fd, 1, 4999) == b"\x07"
+    assert set(os.listdir("/dev/shm")) == shm
+    pool.close()
+
+
+def test_large_pool_is_aligned_and_says_what_backs_it() -> None:
+    pool, _ = make(4, 2 << 20)
+    assert pool.address % (2 << 20) == 0
+    smaps = Path("/proc/self/smaps").read_text().split("memfd:kvrail-pages")[1]
+    huge = int(smaps.split("ShmemPmdMapped:")[1].split()[0]) << 10
+    assert pool.backing == (
+        "thp" if huge >= pool.mapped_bytes else "hugetlb" if "ht" in smaps[:2000] else "4k"
+    )
+    pool.close()
+
+
+def test_closing_leaves_nothing() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    pool, _ = make(4, 1 << 20)
+    pool.close()
+    pool.close()
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert "kvrail-pages" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_view_or_a_link_keeps_it_open() -> None:
+    pool, context = make(4, 4096)
+    assert pool.buffer is not None
+    view = np.frombuffer(pool.buffer, np.uint8)[4096:]
+    context.regions[0].links = 1
+    with pytest.raises(TransferError, match="close the links first"):
+        pool.close()
+    context.regions[0].links = 0
+    with pytest.raises(TransferError, match="still viewed"):
+        pool.close()
+    assert not view.any()
+    del view
+    pool.close()
+
+
+def test_too_large_a_pool_is_refused_with_numbers() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OutOfMemory, match=r"needs 67108864 MiB .*--kv-pages"):
+        make(1 << 20, 64 << 20)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_pools_of_a_rank() -> None:
+    context: Any = Context()
+    pools = Pools.allocate(context, pages=3, page_bytes=4096, state_slots=2, state_bytes=128)
+    assert [(pool_id, pool.unit_bytes) for pool_id, pool in pools.by_id()] == [(0, 4096), (1, 128), (2, 4096)]
+    pools.close()
+    stateless = Pools.allocate(context, pages=3, page_bytes=4096)
+    assert [pool_id for pool_id, _ in stateless.by_id()] == [0, 2]
+    stateless.close()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts are what transformers would make of them, from the checkpoint's own template and tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from kit.tiny_model import END, write_model_folder
+from kvrail.frontend.render import Renderer
+from kvrail.runtime.errors import BadRequest, ConfigError
+
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Grüß dich 🙂 <|im_end|>"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "tojson & <b>"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_chat_equals_transformers(folder: Path, thinking: bool) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = theirs.apply_chat_template(
+        TALK, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+    )
+    assert asyncio.run(Renderer.load(folder, thinking=thinking).chat(TALK)) == wanted
+    # What the request says counts more than the default.
+    assert asyncio.run(Renderer.load(folder, thinking=not thinking).chat(TALK, thinking)) == wanted
+
+
+def test_a_long_text_is_the_same_as_its_parts(folder: Path) -> None:
+    renderer = Renderer.load(folder)
+    short, long = asyncio.run(renderer.text("ab ")), asyncio.run(renderer.text("ab " * 5000))
+    assert long == short * 5000
+
+
+def test_every_end_token_is_found(folder: Path) -> None:
+    assert Renderer.load(folder).eos_ids == [0, END]
+
+
+def test_bos_is_added_once_where_the_tokenizer_says_so(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    renderer = Renderer.load(folder)
+    assert asyncio.run(renderer.text("a"))[0] == 1
+    assert asyncio.run(renderer.text("<|im_start|>a")).count(1) == 1
+
+
+def test_the_template_may_refuse(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        asyncio.run(Renderer.load(folder).chat(TALK))
+
+
+def test_a_template_cannot_reach_out(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    with pytest.raises(BadRequest):
+        asyncio.run(Renderer.load(folder).chat(TALK))
+
+
+def test_a_broken_template_stops_the_start(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="chat template"):
+        Renderer.load(folder)
+
+
+def test_token_ids_are_checked(folder: Path) -> None:
+    renderer = Renderer.load(folder)
+    assert renderer.ids([0, renderer.vocabulary - 1]) == [0, renderer.vocabulary - 1]
+    for wrong in (-1, renderer.vocabulary):
+        with pytest.raises(BadRequest, match=r"prompt\[1\]"):
+            renderer.ids([0, wrong])

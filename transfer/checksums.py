@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""64-bit checksums of units of a pool, computed where the bytes are, and their form in a doorbell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.transfer.ucx import checksum_pages
+
+if TYPE_CHECKING:
+    from kvrail.transfer.memory import HostPool
+
+__all__ = ["pack_checksums", "page_checksums", "unpack_checksums"]
+
+
+def page_checksums(pool: HostPool, units: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """The checksum of each unit, in order (uint64 [len(units)]). The GIL is released meanwhile."""
+    return checksum_pages(pool.address, pool.unit_bytes, units)
+
+
+def pack_checksums(sums: npt.NDArray[np.uint64]) -> bytes:
+    """Checksums as little-endian uint64 bytes."""
+    return sums.astype("<u8", copy=False).tobytes()
+
+
+def unpack_checksums(data: bytes) -> npt.NDArray[np.uint64]:
+    """The inverse of `pack_checksums`."""
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the listener and the dialer share: their surroundings, a handshake under way, and the link it ends in."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
+from kvrail.transfer.conversation import Conversation
+from kvrail.transfer.errors import TransferError
+from kvrail.transfer.handshake import Offer, Turn
+from kvrail.transfer.lane_test import TestSlices
+from kvrail.transfer.lanes import Plan
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.link_events import LinkKey, LinkOptions
+from kvrail.transfer.memory import Pools
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["LinkSetup", "NewLink", "Talk"]
+
+
+@dataclass(frozen=True)
+class LinkSetup:
+    """What every handshake of this rank needs."""
+
+    reactor: _ucx.Reactor
+    me: LinkKey
+    token: bytes
+    layout: PageLayout
+    pools: Pools
+    options: LinkOptions
+    ucx_version: tuple[int, int, int]
+    slices: TestSlices = field(default_factory=TestSlices)
+
+
+class NewLink(NamedTuple):
+    """A link whose handshake is over: authenticated, layouts equal, native link open, its stream still here.
+
+    Who receives this owns the native link, the stream, the fds and the pidfd in it. `plan` is None on the CE.
+    """
+
+    key: LinkKey
+    epoch: int
+    native: _ucx.Link
+    stream: ControlStream
+    peer_address: bytes
+    process: PeerProcess | None
+    offer: Offer
+    fds: tuple[int, ...]
+    plan: Plan | None
+
+
+class Talk:
+    """One handshake under way, and what it has made so far. `done` hears of its end, once."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        stream: ControlStream,
+        process: PeerProcess | None,
+        done: Callable[[Talk, NewLink | TransferError, float], None],
+    ) -> None:
+        self._selector = selector
+        self.stream = stream
+        self._fd = stream.fileno()
+        self._done = done
+        self._over = False
+        self.process = process
+        # Set by the side that runs the handshake, as it learns and makes them.
+        self.key: LinkKey | None = None
+        self.native: _ucx.Link | None = None
+        self.made: Callable[[], NewLink] | None = None
+
+    def begin(self, generator: Generator[Turn | None, Frame, object], now: float, deadline: float) -> None:
+        self._conversation: Conversation[object] = Conversation(self.stream, generator, deadline)
+        self._selector.register(self._fd, self._mask(), self.advance)
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Do what can be done now; called when the socket is ready, or the deadline has passed."""
+        if self._over:
+            return  # Dropped by what came before it in the same turn of the loop.
+        try:
+            result = self._conversation.advance(now)
+        except TransferError as error:
+            self._abandon()
+            self._done(self, error, now)
+            return
+        if result is None:
+            self._selector.modify(self._fd, self._mask(), self.advance)
+            return
+        self._over = True
+        self._selector.unregister(self._fd)
+        assert self.made is not None
+        self._done(self, self.made(), now)
+
+    def tick(self, now: float) -> None:
+        if now > self._conversation.deadline:
+            self.advance(now)
+
+    def drop(self) -> None:
+        """Give up without telling anyone."""
+        self._abandon()
+        self._conversation.close()
+
+    def _abandon(self) -> None:
+        self._over = True
+        self._selector.unregister(self._fd)
+        if self.native is not None:
+            self.native.close()
+        if self.process is not None and self.process.pidfd >= 0:
+            os.close(self.process.pidfd)
+
+    def _mask(self) -> int:
+        return selectors.EVENT_WRITE if self.stream.wants_write else selectors.EVENT_READ

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rank loop is told about links, and what it may ask for: keys, options, lanes, events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from kvrail.transfer.wire import Beat, LinkMessage
+
+__all__ = [
+    "Fence",
+    "LaneInfo",
+    "LinkDown",
+    "LinkEvent",
+    "LinkKey",
+    "LinkOptions",
+    "LinkRefusal",
+    "LinkUp",
+    "PeerAddress",
+    "PeerBeat",
+    "PeerLike",
+    "PeerStuck",
+    "Probe",
+    "Proven",
+    "Received",
+    "Recovered",
+    "Suspect",
+    "WriterEvent",
+]
+
+# What proves that a link's writers are quiet: its worker destroyed, or the writer's process gone.
+Fence = Literal["worker", "process"]
+
+
+class LinkKey(NamedTuple):
+    """One rank of one engine process life: how a peer is known."""
+
+    incarnation: bytes
+    rank: int
+
+
+class PeerLike(Protocol):
+    """Where a PE rank listens."""
+
+    @property
+    def incarnation(self) -> bytes: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def unix_path(self) -> str: ...
+
+
+class PeerAddress(NamedTuple):
+    incarnation: bytes
+    rank: int
+    host: str
+    port: int
+    unix_path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """How links behave. `require_lane`: shm, put, or put/<transport>; a link that gets another lane is refused."""
+
+    socket_dir: Path
+    kv_host: str = "127.0.0.1"
+    lane: Literal["auto", "shm", "put"] = "auto"
+    put_transport: Literal["auto", "cma", "tcp"] = "auto"
+    require_lane: str | None = None
+    heartbeat_s: float = 0.25
+    # This many intervals without a beat make a link suspect.
+    suspect_beats: int = 4
+    # A peer that says it serves, and whose step counter stands still for this long, is stuck.
+    stuck_s: float = 10.0
+    handshake_s: float = 10.0
+    redial_min_s: float = 0.1
+    redial_max_s: float = 5.0
+
+
+class Probe(NamedTuple):
+    """One measured put: bytes, GB/s and µs from the post until it is complete at the peer."""
+
+    nbytes: int
+    gb_per_s: float
+    us: float
+
+
+@dataclass(frozen=True)
+class LaneInfo:
+    """The way that pages take on a link. `reason` says why not a faster one ("" when this is the fastest)."""
+
+    name: Literal["shm", "put"]
+    transport: str
+    memory: str
+    fence: Fence
+    probes: tuple[Probe, ...] = ()
+    reason: str = ""
+    same_host: bool = False
+
+    @property
+    def label(self) -> str:
+        """shm, put/cma, put/tcp, …: what --require-lane and metrics say."""
+        return self.name if self.name == "shm" else f"{self.name}/{self.transport}"
+
+
+class LinkUp(NamedTuple):
+    """The lane works: grants may be sent. Comes once for each epoch, on both sides."""
+
+    key: LinkKey
+    epoch: int
+    lane: LaneInfo
+
+
+class LinkDown(NamedTuple):
+    """The link of this epoch is over. Its writers may still write until Proven."""
+
+    key: LinkKey
+    epoch: int
+    reason: str
+
+
+class LinkRefusal(NamedTuple):
+    """No link came to be; told again when the reason changes. `key` is None for a stranger that dialed us."""
+
+    key: LinkKey | None
+    reason: str
+
+
+class Proven(NamedTuple):
+    """Nothing of this epoch's writers can land any more. Comes once for each epoch that was up and ended; perhaps late.
+
+    On the PE (`how` = "worker"): none of our own writes of this epoch is running any more.
+    """
+
+    key: LinkKey
+    epoch: int
+    how: Fence
+
+
+class Suspect(NamedTuple):
+    """Heartbeats are missing: no grants."""
+
+    key: LinkKey
+
+
+class Recovered(NamedTuple):
+    """Heartbeats are back."""
+
+    key: LinkKey
+
+
+class PeerStuck(NamedTuple):
+    """The peer's process lives and says it serves, but its step loop stands still (told once, until it moves)."""
+
+    key: LinkKey
+    for_s: float
+
+
+class Received(NamedTuple):
+    key: LinkKey
+    message: LinkMessage
+
+
+class PeerBeat(NamedTuple):
+    key: LinkKey
+    beat: Beat
+
+
+class WriterEvent(NamedTuple):
+    """A writer's news: progress (all so far complete here), rung, quiet (`ok`: proven), failed (with the reason)."""
+
+    key: LinkKey
+    epoch: int
+    kind: Literal["progress", "rung", "quiet", "failed"]
+    writer: int
+    ok: bool
+    reason: str = ""
+
+
+LinkEvent = (
+    LinkUp
+    | LinkDown
+    | LinkRefusal
+    | Proven
+    | Suspect
+    | Recovered
+    | PeerStuck
+    | Received
+    | PeerBeat
+    | WriterEvent
+)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PE's end of every beginning: two listening sockets, and the judgement of each offer that comes in."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from collections.abc import Callable, Generator
+
+from kvrail.transfer import control_socket, handshake
+from kvrail.transfer.connector import LinkSetup, NewLink, Talk
+from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
+from kvrail.transfer.errors import LinkRefused, TransferError
+from kvrail.transfer.handshake import Accept, Offer, Turn
+from kvrail.transfer.lanes import Wishes, plan_lanes
+from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerAddress
+from kvrail.transfer.memory import PAGE_POOL, PROBE_POOL, STATE_POOL
+
+__all__ = ["Listener"]
+
+# Strangers that may be in a handshake at once; more are turned away at the door.
+_MAX_STRANGERS = 64
+
+
+class Listener:
+    """A TCP socket on kv_host and a Unix socket in a private folder. `report` gets new links and refusals."""
+
+    def __init__(
+        self,
+        setup: LinkSetup,
+        selector: selectors.BaseSelector,
+        report: Callable[[NewLink | LinkRefusal, float], None],
+    ) -> None:
+        self._setup = setup
+        self._selector = selector
+        self._report = report
+        self._last_epoch: dict[LinkKey, int] = {}
+        self._local_failed: dict[LinkKey, str] = {}
+        # A CE that is refused comes again and again: the same reason is told once.
+        self._told: dict[LinkKey, str] = {}
+        self._talks: set[Talk] = set()
+        name = f"link-{setup.me.incarnation.hex()[:12]}-{setup.me.rank}.sock"
+        self._path = setup.options.socket_dir / name
+        self._sockets = [control_socket.listen_tcp(setup.options.kv_host)]
+        try:
+            self._sockets.append(control_socket.listen_unix(self._path))
+        except BaseException:
+            self._sockets[0].close()
+            raise
+        for sock in self._sockets:
+            selector.register(sock, selectors.EVENT_READ, self._acceptor(sock))
+
+    @property
+    def address(self) -> PeerAddress:
+        """What a dialer needs."""
+        host, port = self._sockets[0].getsockname()[:2]
+        return PeerAddress(*self._setup.me, host, port, str(self._path))
+
+    def local_lanes_failed(self, key: LinkKey, reason: str) -> None:
+        """Use only network transports with this peer from now on."""
+        self._local_failed[key] = reason
+
+    def tick(self, now: float) -> None:
+        for talk in list(self._talks):
+            talk.tick(now)
+
+    def close(self) -> None:
+        for talk in self._talks:
+            talk.drop()
+        self._talks.clear()
+        for sock in self._sockets:
+            self._selector.unregister(sock)
+            sock.close()
+        self._path.unlink(missing_ok=True)
+
+    def _acceptor(self, listener: socket.socket) -> Callable[[float], None]:
+        return lambda now: self._accept(listener, now)
+
+    def _accept(self, listener: socket.socket, now: float) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # It hung up before we answered.
+        if len(self._talks) >= _MAX_STRANGERS:
+            sock.close()
+            return
+        process: PeerProcess | None = None
+        try:
+            if sock.family == socket.AF_UNIX:
+                process = control_socket.peer_process(sock)
+            else:
+                control_socket.tune_tcp(sock)
+        except LinkRefused as error:
+            sock.close()
+            self._report(LinkRefusal(None, str(error)), now)
+            return
+        talk = Talk(self._selector, ControlStream(sock), process, self._ended)
+        self._talks.add(talk)
+        talk.begin(self._handshake(talk), now, now + self._setup.options.handshake_s)
+
+    def _ended(self, talk: Talk, outcome: NewLink | TransferError, now: float) -> None:
+        self._talks.discard(talk)
+        key, reason = talk.key, str(outcome)
+        if not isinstance(outcome, TransferError):
+            self._told.pop(outcome.key, None)
+            self._report(outcome, now)
+        elif key is None or self._told.get(key) != reason:
+            if key is not None:
+                self._told[key] = reason
+            self._report(LinkRefusal(key, reason), now)
+
+    def _handshake(self, talk: Talk) -> Generator[Turn | None, Frame, Turn]:
+        def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...]) -> Accept:
+            talk.key = key
+            try:
+                return self._judge(key, offer, fds, talk)
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+
+        return handshake.accepting(self._setup.token, self._setup.me, os.urandom(32), judge)
+
+    def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], talk: Talk) -> Accept:
+        setup = self._setup
+        if offer.ucx[:2] != setup.ucx_version[:2]:
+            ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
+            raise LinkRefused(f"UCX versions differ: ours {ours}, theirs {theirs} (they do not interoperate)")
+        setup.layout.require_equal(offer.layout)
+        last = self._last_epoch.get(key, 0)
+        if offer.epoch <= last:
+            raise LinkRefused(f"link epoch {offer.epoch} is not newer than {last}")
+        _check_pools(setup, offer, fds)
+        wishes = (Wishes.of(setup.options), Wishes(offer.lane, offer.put_transport, offer.require_lane))
+        failed = self._local_failed.get(key, "")
+        plan = plan_lanes(*wishes, distance=offer.distance, shared=bool(fds), local_failed=failed)
+        network = plan.scope == "network"
+        theirs_address = offer.network_address if network else offer.address
+        if not theirs_address:
+            raise LinkRefused("the offer has no worker address for the lanes that are left")
+        self._last_epoch[key] = offer.epoch
+        talk.native = native = setup.reactor.open_link(epoch=offer.epoch, cookie=offer.cookie)
+        talk.made = lambda: NewLink(
+            key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan
+        )
+        return Accept(scope=plan.scope, address=native.address(network_only=network))
+
+
+def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
+    """The offered pools are those that the layout asks for, and each memfd is what it is said to be."""
+    expected = {PAGE_POOL: setup.layout.page_bytes, PROBE_POOL: setup.pools.probe.unit_bytes}
+    if setup.layout.state_bytes:
+        expected[STATE_POOL] = setup.layout.state_bytes
+    offered = {entry.pool: entry.unit_bytes for entry in offer.pools}
+    if offered != expected or len(offered) != len(offer.pools):
+        raise LinkRefused(f"pools differ (id: bytes of a unit): ours {expected}, theirs {offered}")
+    if fds and sorted(entry.fd for entry in offer.pools) != list(range(len(fds))):
+        raise LinkRefused("the offer does not say which pool each file descriptor is")
+    for entry in offer.pools:
+        if entry.nbytes <= 0 or entry.nbytes % entry.unit_bytes or entry.base <= 0:
+            raise LinkRefused(f"pool {entry.pool}: {entry.nbytes} bytes at {entry.base}")
+        if fds:
+            control_socket.check_memfd(fds[entry.fd], entry.nbytes)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One link from the end of its handshake to its end: the lane is tested, then messages, writers and beats flow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from kvrail.transfer.connector import LinkSetup, NewLink
+from kvrail.transfer.errors import LaneUnavailable
+from kvrail.transfer.heart import Heart
+from kvrail.transfer.lane_test import News, check_self_test, lane_test
+from kvrail.transfer.lanes import Wishes, fence_class
+from kvrail.transfer.link_events import Fence, LaneInfo, Probe
+from kvrail.transfer.wire import LaneChosen, SelfTest, encode
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["RankLink"]
+
+
+class RankLink:
+    """One link epoch: `testing` → `up` (or `refused`) → `down`, where the native worker may live on a little."""
+
+    def __init__(self, new: NewLink, setup: LinkSetup, writer_keys: Iterator[int], now: float) -> None:
+        self.key = new.key
+        self.epoch = new.epoch
+        self.native: _ucx.Link = new.native
+        self.state: Literal["testing", "refused", "up", "down"] = "testing"
+        self.lane: LaneInfo | None = None
+        # Until the lane is known, the worst is assumed: shm may be in use as soon as the memfds are out.
+        self.fence: Fence = "process" if new.offer.address else "worker"
+        self.was_up = False
+        self.refusal = ""
+        self.plan = new.plan
+        self.heart = Heart(new.key, setup.options, now)
+        self.deadline = now + setup.options.handshake_s
+        self._offer = new.offer
+        self._pools = setup.pools
+        self._fds = new.fds
+        self._test: Generator[None, News, LaneInfo] | None = None
+        if new.plan is not None:
+            offer = new.offer
+            wishes = (Wishes.of(setup.options), Wishes(offer.lane, offer.put_transport, offer.require_lane))
+            self._test = lane_test(
+                new.native,
+                offer,
+                new.plan,
+                wishes,
+                new.fds,
+                setup.pools.probe,
+                setup.slices.take(),
+                writer_keys,
+            )
+
+    def begin(self, new: NewLink, heartbeat_s: float) -> None:
+        """Connect UCX and hand the control stream to the native thread. Raises what the native module raises."""
+        fd = new.stream.detach()
+        try:
+            self.native.connect(new.peer_address)
+            self.native.attach_control(fd, max(1, round(heartbeat_s * 1000)))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def start_test(self) -> LaneInfo | None:
+        """PE: post the self-test. Raises LaneUnavailable."""
+        return self._run(None)
+
+    def on_test_news(self, news: News) -> LaneInfo | None:
+        """PE: an event of a test writer, or the CE's verdict. Returns the lane when it is decided."""
+        return self._run(news)
+
+    def _run(self, news: News | None) -> LaneInfo | None:
+        if self._test is None:
+            return None  # The lane is decided; this is late news.
+        try:
+            if news is None:
+                next(self._test)
+            else:
+                self._test.send(news)
+        except StopIteration as end:
+            self._set_lane(end.value)
+            self.native.send(encode(self._chosen()))
+            return self.lane
+        except LaneUnavailable as error:
+            self._drop_test()
+            self.native.send(encode(LaneChosen(epoch=self.epoch, name="", reason=str(error))))
+            raise
+        return None
+
+    def on_lane(self, chosen: LaneChosen) -> LaneInfo:
+        """CE: the PE has decided. Raises LaneUnavailable when it found none."""
+        if chosen.name == "":
+            raise LaneUnavailable(chosen.reason)
+        lane = LaneInfo(
+            chosen.name,
+            chosen.transport,
+            chosen.memory,
+            # The worse of what the PE says and of what we see ourselves: pages are freed by this.
+            "process" if chosen.fence == "process" else fence_class(chosen.name, self.native.transports()),
+            tuple(Probe(*probe) for probe in chosen.probes),
+            chosen.reason,
+            not self._offer.distance,
+        )
+        self._set_lane(lane)
+        return lane
+
+    def answer_test(self, test: SelfTest) -> None:
+        """CE: look at what came into the probe pool, and say so."""
+        self.native.send(encode(check_self_test(test, self._pools.probe)))
+
+    def refuse(self, reason: str, deadline: float) -> None:
+        """PE: no lane works. The CE has been told, and is to hang up before the deadline."""
+        self.refusal, self.deadline, self.state = reason, deadline, "refused"
+
+    def end(self) -> None:
+        """The link is over: destroy its worker, so that what can be proven that way is proven."""
+        self.state = "down"
+        self._drop_test()
+        self.native.fence()
+
+    def _set_lane(self, lane: LaneInfo) -> None:
+        self._drop_test()
+        self.lane, self.fence, self.state, self.was_up = lane, lane.fence, "up", True
+
+    def _drop_test(self) -> None:
+        self._test = None
+        for fd in self._fds:
+            os.close(fd)  # What was imported stays mapped.
+        self._fds = ()
+
+    def _chosen(self) -> LaneChosen:
+        lane = self.lane
+        assert lane is not None
+        return LaneChosen(
+            epoch=self.epoch,
+            name=lane.name,
+            transport=lane.transport,
+            memory=lane.memory,
+            fence=lane.fence,
+            probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
+            reason=lane.reason,
+        )
