@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from kvrail.runtime.errors import ConfigError
 
@@ -92,26 +94,47 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
-        _require(self.dp >= 1, "--dp must be at least 1")
+        _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
+        _require(self.port is None or 0 <= self.port <= 65535, f"--port {self.port}: 0 to 65535")
+        _require(self.device == "cpu", f"--device {self.device}: cpu")
         _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
-        _require(self.kv_pages is None or self.kv_pages >= 2, "--kv-pages must be at least 2")
-        _require(self.kv_memory_gb is None or self.kv_memory_gb > 0, "--kv-memory-gb must be positive")
+        # Page indices are 32 bits wide.
+        _require(
+            self.kv_pages is None or 2 <= self.kv_pages < 2**31,
+            "--kv-pages must be at least 2 and below 2^31",
+        )
+        _require(
+            self.kv_memory_gb is None or 0 < self.kv_memory_gb <= 2**20,
+            "--kv-memory-gb must be above 0 and at most 1048576",
+        )
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
+        _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
         _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
-        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(self.max_queue >= 0, "--max-queue must be at least 0")
+        _require(self.local_prefill_max_tokens >= 0, "--local-prefill-max-tokens must be at least 0")
         _require(
-            self.ticket_ttl_s > 0 and self.heartbeat_s > 0,
-            "--ticket-ttl-s and --heartbeat-s must be positive",
+            self.spin_us is None or 0 <= self.spin_us <= 10**6, "--spin-us must be between 0 and 1000000"
+        )
+        _require(1 <= self.copy_threads <= 64, "--copy-threads must be between 1 and 64")
+        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(0.01 <= self.heartbeat_s <= 60, "--heartbeat-s must be between 0.01 and 60")
+        # Progress comes with heartbeats: some must fit into the life of a ticket, or none would live.
+        _require(
+            4 * self.heartbeat_s <= self.ticket_ttl_s <= 3600,
+            f"--ticket-ttl-s must be between four heartbeats ({4 * self.heartbeat_s:g}) and 3600",
         )
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
         )
+        self._check_lanes()
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
+        for url in self.pe_url:
+            _require(_is_http_url(url), f"--pe-url {url}: give http://HOST:PORT")
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
             "--local-prefill never needs at least one --pe-url",
@@ -120,6 +143,19 @@ class LaunchConfig:
             _require(
                 is_loopback(host) or self.token_file is not None,
                 f"{flag} {host} is not loopback: give the cluster token with --token-file",
+            )
+
+    def _check_lanes(self) -> None:
+        required = self.require_lane
+        _require(
+            required is None or re.fullmatch(r"shm|put(/[a-z0-9_]+)?", required) is not None,
+            f"--require-lane {required}: shm, put, put/cma or put/tcp",
+        )
+        for flag, given in (("--lane", self.lane), ("--put-transport", self.put_transport)):
+            wanted = (required or "").partition("/")[0 if flag == "--lane" else 2]
+            _require(
+                not wanted or given in ("auto", wanted),
+                f"{flag} {given} and --require-lane {required} exclude each other",
             )
 
     @property
@@ -148,6 +184,14 @@ class LaunchConfig:
 def _require(condition: bool, text: str) -> None:
     if not condition:
         raise ConfigError(text)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, an IPv6 address without its bracket
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -27,6 +27,8 @@ from kvrail.runtime.errors import ConfigError
 __all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
+# A Unix socket's path has at most 107 bytes, and the names of ours up to 26.
+_LONGEST_DIRECTORY = 107 - 1 - 26
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +111,11 @@ class RankProcesses:
 def _private_directory(config: LaunchConfig) -> Path:
     """A fresh folder for this role under the runtime folder, both of mode 0700; clears those of dead roles."""
     base = config.resolved_runtime_dir()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = base.stat()
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = base.stat()
+    except OSError as error:
+        raise ConfigError(f"--runtime-dir {base} cannot be used: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{base} must belong to this user with mode 0700: repair it, or give --runtime-dir")
     for old in base.glob("*.run"):
@@ -118,5 +123,7 @@ def _private_directory(config: LaunchConfig) -> Path:
         if pid and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
     directory = base / f"{config.role}-{os.getpid()}-{secrets.token_hex(3)}.run"
+    if len(os.fsencode(directory)) > _LONGEST_DIRECTORY:
+        raise ConfigError(f"the path {base} is too long for sockets: give a shorter --runtime-dir")
     directory.mkdir(mode=0o700)
     return directory

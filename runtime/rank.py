@@ -7,6 +7,7 @@ came of it. Idle, it sleeps in poll on the front's socket and the links' descrip
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -22,8 +23,10 @@ import zmq
 
 from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
+from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import PeerRank, Ready, Shutdown, Stats, ToFront, ToRank
 from kvrail.runtime.process import RankSpec, die_with_parent
+from kvrail.transfer.errors import TransferError
 from kvrail.transfer.link_events import LinkEvent
 
 __all__ = ["Loop", "Role", "main"]
@@ -175,7 +178,13 @@ def _serve(spec: RankSpec, front: Front) -> None:
     disable_progress_bar()
 
     incarnation = secrets.token_bytes(16)
-    with build_rank(spec, incarnation, front.send) as rank:
+    with contextlib.ExitStack() as stack:
+        try:
+            rank = stack.enter_context(build_rank(spec, incarnation, front.send))
+        except (ConfigError, TransferError) as error:
+            # A setting that cannot work: one clear line, no traceback.
+            _log.error("cannot start: %s", error)
+            sys.exit(2)
         loop = Loop(front, rank.role, rank.links_fd, rank.poll_links)
 
         def stop(*_: object) -> None:
