@@ -20,6 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvrail.runtime.errors import Unavailable
+from kvrail.runtime.link_board import forget_ended
 from kvrail.runtime.messages import (
     Abort,
     Accepted,
@@ -282,7 +283,7 @@ class RankClient:
             case Stats():
                 self.stats = message
             case LinkReport():
-                self.links[(message.incarnation, message.rank)] = message
+                forget_ended(self.links, (message.incarnation, message.rank), message)
                 self._tell()
             case Ready():
                 if self.ready is not None:
