@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A split system for tests that break it: two CEs, one PE that may be killed and replaced, and the single engine.
+
+The PE computes in small steps, so that a long prompt is pushed in many pieces. `ce` gets its pages over lane shm,
+`ce_tcp` over put/tcp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kit.asking import Asking, ask
+from kit.cluster import Server, serving, wait_until
+from kit.slow_model import write_slow_model
+
+__all__ = ["PAGE_TOKENS", "Split", "held", "split_of", "wait_idle"]
+
+PAGE_TOKENS = 16
+COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--verify-kv", "1", "--log-level", "debug")
+# Whatever a role holds for requests; all of it is 0 when none is there.
+_HELD = (
+    "kvrail_pages_held",
+    "kvrail_tickets",
+    "kvrail_quarantined_pages",
+    "kvrail_requests_open",
+    "kvrail_rank_requests",
+    "kvrail_sequences_running",
+    "kvrail_sequences_waiting",
+    "kvrail_front_waiting",
+)
+
+
+def held(server: Server) -> dict[str, float]:
+    """What a role holds now, by metric; empty when it holds nothing."""
+    return {name: value for name in _HELD if (value := server.metric(name))}
+
+
+def wait_idle(*servers: Server, within_s: float = 30) -> None:
+    """Return when every role holds nothing, by what its rank reported after this call."""
+
+    def fresh(server: Server) -> bool:
+        # A rank reports four times a second, at the end of a turn: two turns later it has seen what was sent to it.
+        before = server.metric("kvrail_steps_total")
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if server.metric("kvrail_steps_total") >= before + 2:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def idle() -> bool:
+        return all(fresh(server) and not held(server) for server in servers)
+
+    try:
+        wait_until(idle, within_s, "nothing is held", *servers)
+    except AssertionError as error:
+        found = {server.role: held(server) for server in servers}
+        raise AssertionError(f"held: {found}\n{error}") from None
+    for server in servers:
+        assert "kvrail_pages_held" in server.http.get("/metrics").text
+
+
+class Split:
+    """See above. `ask_expected` compares with the single engine."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.model = write_slow_model(folder / "model")
+        self.single = self._start("single", "--kv-pages", "256")
+        self._pe = self._start_pe(None, ())
+        url = self._pe.url
+        self.ce = self.start_ce("--pe-url", url)
+        self.ce_tcp = self.start_ce("--pe-url", url, "--lane", "put", "--put-transport", "tcp")
+        self._pe_flags: tuple[str, ...] = ()
+        self.single.wait_ready()
+        self.pe()
+
+    def _start(self, role: str, *flags: str, port: int | None = None) -> Server:
+        server = Server(role, self.model, self.folder, *COMMON, *flags, port=port)
+        self._stack.enter_context(serving(server))
+        return server
+
+    def start_ce(self, *flags: str) -> Server:
+        """One more CE. It ends with the whole system."""
+        return self._start("ce", "--kv-pages", "256", "--link-share", "0.6", *flags)
+
+    def _start_pe(self, port: int | None, flags: tuple[str, ...]) -> Server:
+        return self._start("pe", "--max-num-batched-tokens", "16", "--kv-pages", "160", *flags, port=port)
+
+    def pe(self, *flags: str) -> Server:
+        """The PE, with these extra flags, linked with both CEs: the one that runs, or a new one on the same port."""
+        if self._pe.process.poll() is not None or self._pe_flags != flags:
+            if self._pe.process.poll() is None:
+                self._pe.stop()
+            self._pe, self._pe_flags = self._start_pe(self._pe.port, flags), flags
+        self._pe.wait_ready()
+        for ce in (self.ce, self.ce_tcp):
+            ce.wait_ready()
+            self.wait_linked(ce)
+        return self._pe
+
+    def wait_linked(self, ce: Server, within_s: float = 40) -> None:
+        """Return when `ce` has a link to the present PE that works."""
+
+        def linked() -> bool:
+            return [link["state"] for link in self.links(ce)] == ["up"]
+
+        wait_until(linked, within_s, f"{ce.role} {ce.port} is linked", ce, self._pe)
+
+    def links(self, ce: Server) -> list[dict[str, object]]:
+        """The links of a CE to whoever is at the PE's URL now, as /lanes shows them."""
+        found = ce.http.get("/lanes").json()["links"]
+        return [link for link in found if link["peer_url"] == self._pe.url]
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[str]:
+        """What the single engine answers."""
+        answer = ask(self.single, prompt, max_tokens)
+        assert answer.status == 200, answer.summary
+        assert not answer.error
+        return answer.tokens
+
+    def check(self, answer: Asking) -> None:
+        """A whole answer, equal to the single engine's."""
+        assert answer.status == 200, answer.summary
+        assert not answer.error, answer.summary
+        assert not answer.torn, answer.summary
+        assert answer.tokens == self.tokens(answer.prompt, answer.max_tokens)
+
+
+@contextlib.contextmanager
+def split_of(folder: Path) -> Iterator[Split]:
+    """A running system; nothing of it outlives the block."""
+    with contextlib.ExitStack() as stack:
+        yield Split(folder, stack)
