@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kit.asking import Asking, ask
+from kit.asking import Asking, ask, make_prompt
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
 
-__all__ = ["PAGE_TOKENS", "Split", "held", "split_of", "wait_idle"]
+__all__ = ["LONG", "PAGE_TOKENS", "Split", "held", "split_of", "wait_idle"]
 
 PAGE_TOKENS = 16
+# A prompt of thirty pages, which the PE computes in steps of one page.
+LONG = 480
 COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--verify-kv", "1", "--log-level", "debug")
 # Whatever a role holds for requests; all of it is 0 when none is there.
 _HELD = (
@@ -75,6 +77,7 @@ class Split:
         self.ce = self.start_ce("--pe-url", url)
         self.ce_tcp = self.start_ce("--pe-url", url, "--lane", "put", "--put-transport", "tcp")
         self._pe_flags: tuple[str, ...] = ()
+        self._small: Server | None = None
         self.single.wait_ready()
         self.pe()
 
@@ -88,27 +91,42 @@ class Split:
         return self._start("ce", "--kv-pages", "256", "--link-share", "0.6", *flags)
 
     def _start_pe(self, port: int | None, flags: tuple[str, ...]) -> Server:
-        return self._start("pe", "--max-num-batched-tokens", "16", "--kv-pages", "160", *flags, port=port)
+        return self._start("pe", "--max-num-batched-tokens", "16", "--kv-pages", "80", *flags, port=port)
 
     def pe(self, *flags: str) -> Server:
         """The PE, with these extra flags, linked with both CEs: the one that runs, or a new one on the same port."""
         if self._pe.process.poll() is not None or self._pe_flags != flags:
-            if self._pe.process.poll() is None:
-                self._pe.stop()
-            self._pe, self._pe_flags = self._start_pe(self._pe.port, flags), flags
+            self.replace_pe(*flags)
         self._pe.wait_ready()
         for ce in (self.ce, self.ce_tcp):
             ce.wait_ready()
             self.wait_linked(ce)
         return self._pe
 
+    def replace_pe(self, *flags: str) -> Server:
+        """Start a new PE on the same port, without waiting for it."""
+        if self._pe.process.poll() is None:
+            self._pe.stop()
+        self._pe, self._pe_flags = self._start_pe(self._pe.port, flags), flags
+        return self._pe
+
+    def small(self) -> Server:
+        """A CE with four seats and room for four small prompts, that never prefills; linked with the PE."""
+        pe = self.pe()
+        if self._small is None or self._small.process.poll() is not None:
+            limits = ("--kv-pages", "48", "--link-share", "0.9", "--max-num-seqs", "4", "--max-queue", "3")
+            self._small = self.start_ce("--pe-url", pe.url, "--local-prefill", "never", *limits)
+        self.wait_linked(self._small.wait_ready())
+        return self._small
+
     def wait_linked(self, ce: Server, within_s: float = 40) -> None:
         """Return when `ce` has a link to the present PE that works."""
 
-        def linked() -> bool:
-            return [link["state"] for link in self.links(ce)] == ["up"]
+        wait_until(lambda: self.linked(ce), within_s, f"{ce.role} {ce.port} is linked", ce, self._pe)
 
-        wait_until(linked, within_s, f"{ce.role} {ce.port} is linked", ce, self._pe)
+    def linked(self, ce: Server) -> bool:
+        """Whether the link of `ce` to the present PE works."""
+        return [link["state"] for link in self.links(ce)] == ["up"]
 
     def links(self, ce: Server) -> list[dict[str, object]]:
         """The links of a CE to whoever is at the PE's URL now, as /lanes shows them."""
@@ -121,6 +139,21 @@ class Split:
         assert answer.status == 200, answer.summary
         assert not answer.error
         return answer.tokens
+
+    def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6) -> Asking:
+        """A request of which some pages have been pushed to `ce`, while more are still to come."""
+        while True:
+            before = self._pe.metric("kvrail_link_pages_total")
+            asking = Asking(ce, make_prompt(length), max_tokens)
+
+            def pushed() -> bool:
+                return self._pe.metric("kvrail_link_pages_total") > before  # noqa: B023
+
+            wait_until(pushed, 30, "pages are pushed", self._pe, ce)
+            if not asking.first_token.is_set():
+                return asking
+            self.check(asking.wait())
+            length = min(2 * length, 1200)  # This machine is faster than the PE's reports.
 
     def check(self, answer: Asking) -> None:
         """A whole answer, equal to the single engine's."""
