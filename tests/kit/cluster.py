@@ -134,6 +134,10 @@ class Server:
     def tail(self, count: int = 4000) -> str:
         return f"--- {self.log.name} ---\n{self.log.read_text(errors='replace')[-count:]}"
 
+    def logged(self, text: str) -> bool:
+        """Whether the log has it."""
+        return text in self.log.read_text(errors="replace")
+
     def post_mortem(self) -> str:
         """The log's end, with a stack of every thread when the processes can still speak."""
         if self.process.poll() is None:

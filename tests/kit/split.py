@@ -168,3 +168,7 @@ def split_of(folder: Path) -> Iterator[Split]:
     """A running system; nothing of it outlives the block."""
     with contextlib.ExitStack() as stack:
         yield Split(folder, stack)
+    # Whatever was done to them: no role had an error that it did not expect.
+    for log in folder.glob("*.log"):
+        text = log.read_text(errors="replace")
+        assert "Traceback" not in text, f"{log.name}: {text[text.index('Traceback') :][:4000]}"

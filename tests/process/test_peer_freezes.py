@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer that stands still for ten seconds (SIGSTOP), on lanes shm and put/tcp, and the message that comes too early."""
+"""A peer that stands still for ten seconds (SIGSTOP), on lanes shm and put/tcp; a cancel that overtakes its call."""
 
 from __future__ import annotations
 
