@@ -13,7 +13,7 @@ import itertools
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -175,6 +175,21 @@ async def check(
     return report
 
 
+def _get(client: httpx.Client, url: str) -> dict[str, Any]:
+    try:
+        response = client.get(url)
+        response.raise_for_status()
+        body: dict[str, Any] = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        _refuse(f"cannot ask {url}: {error}")
+    return body
+
+
+def _refuse(why: str) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]check_identity:[/] {why}", highlight=False, soft_wrap=True)
+    raise SystemExit(2)
+
+
 def main(
     ref: Annotated[str, typer.Option(help="URL of a single engine")],
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
@@ -190,14 +205,17 @@ def main(
     ] = "float32",
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:
-    """Compare a split with a single engine, token for token."""
+    """Compare a split with a single engine, token for token. Exits 0 only when all answers are equal and remote."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=30, headers=headers) as client:
-        card = client.get(f"{split}/v1/models").json()["data"][0]
-        if client.get(f"{ref}/v1/models").json()["data"][0]["id"] != card["id"]:
-            raise typer.BadParameter("the two servers name different models")
-        page_tokens = client.get(f"{split}/lanes").json()["page_tokens"]
+        card = _get(client, f"{split}/v1/models")["data"][0]
+        theirs = _get(client, f"{ref}/v1/models")["data"][0]
+        if theirs["id"] != card["id"]:
+            _refuse(f"the two servers name different models: ref {theirs['id']}, split {card['id']}")
+        if card["max_model_len"] is None:
+            _refuse(f"{split} is still loading its model")
+        page_tokens = _get(client, f"{split}/lanes")["page_tokens"]
     longest = int(card["max_model_len"]) - max_tokens
     good = True
     for wide in (int(part) for part in concurrency.split(",")):

@@ -33,8 +33,9 @@ from kvrail.transfer.wire import pack_u32
 __all__ = ["Dispatcher", "Job"]
 
 _log = logging.getLogger(__name__)
-# A prefill engine answers when its rank has taken the call, which it does between two steps.
-_PREFILL_TIMEOUT = httpx.Timeout(30.0, connect=3.0)
+# A prefill engine answers when its rank has taken the call, which it does between two steps. An engine that is
+# frozen is found out sooner, by the link's heartbeats.
+_PREFILL_TIMEOUT = httpx.Timeout(60.0, connect=3.0)
 _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 
 
@@ -75,6 +76,8 @@ class Dispatcher:
         metrics.waiting.set_function(lambda: admission.waiting)
         for rank in ranks:
             rank.subscribe(admission.wake)
+        if peers is not None:
+            peers.subscribe(admission.wake)
 
     async def run(self, job: Job) -> AsyncGenerator[Output, None]:
         """The outputs of `job`; the last one has a finish reason. Close it to give the job up.
@@ -128,18 +131,16 @@ class Dispatcher:
                         case Output():
                             yield event
             finally:
-                if call is not None:
+                if call is not None and peer is not None and not request.ended:
                     call.cancel()
-                    if not request.ended and peer is not None:
-                        self._spawn(self._cancel_prefill(job, peer))
+                    self._spawn(self._cancel_prefill(job, peer))
                 request.abort(job.outcome or "cancelled by the client")
 
     def _choose(self, job: Job) -> Route | None:
-        at_rank, at_peer = self._admission.at_rank, self._admission.at_peer
         views = [
             RankView(
                 rank=rank.rank,
-                load=at_rank[rank.rank],
+                load=self._admission.at_rank[rank.rank],
                 limit=rank.ready.queue_limit,
                 links_up=self._peers.links_up(rank) if self._peers else frozenset(),
             )
@@ -150,7 +151,7 @@ class Dispatcher:
             policy=self._config.routing,
             affinity=job.affinity,
             ranks=views,
-            peers=self._peers.views(at_peer) if self._peers else (),
+            peers=self._peers.views if self._peers else (),
             local_prefill=self._config.local_prefill if self._peers else "always",
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
         )

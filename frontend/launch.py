@@ -47,7 +47,6 @@ async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listene
     try:
         await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
     finally:
-        # Only a rank that died before it was told to stop is a failure.
         failed = watcher.done() and watcher.result()
         for task in (watcher, progress):
             task.cancel()
@@ -57,14 +56,13 @@ async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listene
 
 
 async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> bool:
-    """Return True, after asking the server to stop, when a rank process has ended by itself."""
+    """Ask the server to stop when a rank process has ended; True when it ended badly, not because it was told to."""
     while True:
-        dead = ranks.dead()
-        if dead:
-            for rank, status in dead:
+        if dead := ranks.dead():
+            for rank, status in (item for item in dead if item[1]):
                 _log.error("rank %d ended with exit status %d: stopping this role", rank, status)
             stop.set()
-            return True
+            return any(status for _, status in dead)
         await asyncio.sleep(0.2)
 
 

@@ -32,9 +32,11 @@ class FrontMetrics:
         self.requests = Counter(
             "kvrail_requests", "requests that have ended", ["api", "route", "outcome"], registry=r
         )
-        self.prompt_tokens = Counter("kvrail_prompt_tokens", "prompt tokens of answered requests", registry=r)
+        self.prompt_tokens = Counter(
+            "kvrail_front_prompt_tokens", "prompt tokens of answered requests", registry=r
+        )
         self.completion_tokens = Counter(
-            "kvrail_completion_tokens", "tokens computed for answers", registry=r
+            "kvrail_front_completion_tokens", "tokens computed for answers", registry=r
         )
         self.first_token = Histogram(
             "kvrail_time_to_first_token_seconds",

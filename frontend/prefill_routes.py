@@ -30,7 +30,7 @@ __all__ = ["PrefillDesk"]
 _log = logging.getLogger(__name__)
 _Call = TypeVar("_Call", PrefillCall, CancelCall)
 # A rank takes messages between two steps, and a step is bounded by --max-num-batched-tokens.
-_ACCEPT_WITHIN_S = 25.0
+_ACCEPT_WITHIN_S = 55.0
 _REMEMBERED_CANCELS = 4096
 
 

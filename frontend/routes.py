@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.dispatch import Dispatcher, Job
@@ -51,9 +53,18 @@ def openai_routes(
 ) -> APIRouter:
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
-    def need_key(request: Request) -> None:
-        if not keys.allow(request.headers.get("authorization")):
-            raise Unauthorized("give a valid API key: Authorization: Bearer …")
+    class KeyedRoute(APIRoute):
+        """Asks for the key before the body is read."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                if not keys.allow(request.headers.get("authorization")):
+                    raise Unauthorized("give a valid API key: Authorization: Bearer …")
+                return await handle(request)
+
+            return guarded
 
     def longest() -> int | None:
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
@@ -68,7 +79,7 @@ def openai_routes(
             raise Unavailable("the model is loading", retry_after_s=2.0)
         return limit
 
-    router = APIRouter(prefix="/v1", dependencies=[Depends(need_key)])
+    router = APIRouter(prefix="/v1", route_class=KeyedRoute)
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
@@ -67,8 +69,10 @@ def page_count(config: LaunchConfig, layout: PageLayout) -> int:
 def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
     """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
     config = spec.config
-    checkpoint = open_checkpoint(config.model)
-    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens)
+    # Its bars are for terminals; this process writes a log.
+    disable_progress_bar()
+    checkpoint = open_checkpoint(config.model, _log_progress)
+    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
     layout = model.layout
     pages = page_count(config, layout)
     with contextlib.ExitStack() as stack:
@@ -119,6 +123,10 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
             queue_limit=queue_limit,
         )
+
+
+def _log_progress(what: str, share: float) -> None:
+    _log.info("%s (%.0f %%)", what, 100 * share)
 
 
 def _link_options(spec: RankSpec) -> LinkOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -157,11 +158,21 @@ def main() -> None:
     # Leaving the context sends what is queued (LINGER) and closes it.
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
         _serve(spec, Front(socket, spec.endpoint))
+    # All that matters is closed, in order. What is left is the interpreter taking torch apart, object by object:
+    # seconds of a busy core, while whoever stopped this role waits.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _serve(spec: RankSpec, front: Front) -> None:
     # Imported here: they bring torch and UCX, and a wrong spec should fail before that.
+    from transformers.utils.logging import disable_progress_bar
+
     from kvrail.runtime.build import build_rank
+
+    # Several ranks write to one terminal, or into one log: the front says how far they are.
+    disable_progress_bar()
 
     incarnation = secrets.token_bytes(16)
     with build_rank(spec, incarnation, front.send) as rank:

@@ -88,6 +88,7 @@ EVENT_PROGRESS: (
 # How a writer ends: RUNG or FAILED at most once, and never both; QUIET exactly once, if and only if stop() is called.
 # stop() before RUNG or FAILED: only QUIET comes. After them: QUIET comes as well. Nothing follows QUIET.
 EVENT_RUNG: int  # key = writer key; every unit landed, the flush was OK, the doorbell has been sent
+# (payload: when that was, time.monotonic_ns() in decimal)
 # key = writer key; status 0: nothing of this writer is under way or will ever be: every *posted* put was OK, then a
 # flush, on an endpoint that never failed. Also 0 after a FAILED that only refused (bounds, time to live). Else
 # unproven. Waits for what is under way as long as the link lives: a frozen peer is the caller's to fence.

@@ -43,6 +43,7 @@ FIRST_LIMIT = 4096
 FRAME_LIMIT = 1 << 20
 _MAX_FDS = 8
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module.
+_SIOCGIFADDR = 0x8915
 _LENGTH = struct.Struct("<I")
 _BACKLOG = 64
 
@@ -166,17 +167,29 @@ class ControlStream:
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """Listen on a free port of exactly `host`."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    """Listen on a free port of exactly `host`: an address, a name, or a network interface of this machine."""
     try:
-        sock.bind((host, 0))
+        found = socket.getaddrinfo(_address_of(host), 0, type=socket.SOCK_STREAM)
+        sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransferError(f"--kv-host {host}: {error.strerror or error}") from error
+    try:
+        sock.bind(found[0][4])
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise TransferError(f"cannot listen on {host}: {error.strerror or error} (see --kv-host)") from error
     sock.setblocking(False)
     return sock
+
+
+def _address_of(host: str) -> str:
+    """The IPv4 address of the interface `host`, or `host` when no interface has that name."""
+    if host not in (name for _, name in socket.if_nameindex()):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("40s", host.encode())
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])
 
 
 def listen_unix(path: Path) -> socket.socket:

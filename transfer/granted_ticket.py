@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One grant as the completion engine keeps it: what it allows, how it is told, and what its doorbell must say."""
+"""One grant as the completion engine keeps it: what it allows, how it is told, what its doorbell must say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from kvrail.transfer.tickets import CE_MOVES, CeState, FenceMode, LinkKey, moved, owner_of
 from kvrail.transfer.wire import Doorbell, Grant, HandOff, pack_u32
 
-__all__ = ["Ticket"]
+__all__ = ["PeerLink", "Ticket", "ticket_gauges"]
 
 _LIVE = frozenset({CeState.GRANTED, CeState.HANDED})
 
@@ -84,3 +86,32 @@ class Ticket:
         if self.hand_off is None and bell.hand_off is None:
             return "the doorbell came without a first token"
         return ""
+
+
+@dataclass(slots=True)
+class PeerLink:
+    """The newest epoch of one peer rank. `held`: pages (and slots) of its tickets and quarantine, all epochs."""
+
+    epoch: int
+    fence: FenceMode
+    state: Literal["up", "suspect", "fencing", "down"] = "up"
+    held: int = 0
+    held_slots: int = 0
+    tickets: dict[bytes, Ticket] = field(default_factory=dict)
+
+    def live(self) -> list[Ticket]:
+        """The tickets whose doorbells would still be accepted."""
+        return [ticket for ticket in self.tickets.values() if ticket.live]
+
+
+def ticket_gauges(tickets: Sequence[Ticket]) -> dict[str, int]:
+    """Tickets and their pages by what they wait for."""
+    live = [ticket for ticket in tickets if ticket.live]
+    dead = [ticket for ticket in tickets if not ticket.live]
+    return {
+        "tickets": len(live),
+        "ticket_pages": sum(len(ticket.pages) for ticket in live),
+        "quarantined_tickets": len(dead),
+        "quarantined_pages": sum(len(ticket.pages) for ticket in dead),
+        "unproven_tickets": sum(ticket.state is CeState.UNPROVEN for ticket in dead),
+    }

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 
 from kvrail.transfer.control_socket import FIRST_LIMIT, FRAME_LIMIT, Frame
-from kvrail.transfer.errors import LinkRefused
+from kvrail.transfer.errors import LinkRefused, TransferError
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey
 from kvrail.transfer.wire import PROTOCOL_VERSION
@@ -218,7 +218,7 @@ def accepting(
     nonce: bytes,
     judge: Callable[[LinkKey, Offer, tuple[int, ...]], Accept],
 ) -> Generator[Turn | None, Frame, Turn]:
-    """The PE's side. `judge` answers an offer (with the fds that came with it, which it owns), or raises LinkRefused.
+    """The PE's side. `judge` answers an offer (with the fds that came with it, which it owns), or raises TransferError.
 
     Yields None before the first frame. Returns the last turn: the Accept to send. Raises Refused with what to tell.
     """
@@ -245,9 +245,7 @@ def accepting(
         raise
     try:
         accept = judge(LinkKey(hello.incarnation, hello.rank), offer, frame.fds)
-    except Refused:
-        raise
-    except LinkRefused as refusal:
+    except TransferError as refusal:
         raise _refused(str(refusal)) from refusal
     return Turn(session.seal(_pack(accept)))
 

@@ -41,19 +41,22 @@ _TTL_S = 10.0
 
 
 class News(NamedTuple):
-    """What a lane test waits for: an event of one of its writers, or the peer's verdict."""
+    """What a lane test waits for: an event of one of its writers, or the peer's verdict.
+
+    `at` (of "rung"): when the progress thread sent the doorbell, time.monotonic(). Our own turn may come much later.
+    """
 
     kind: Literal["progress", "rung", "quiet", "failed", "verdict"]
     ok: bool
     reason: str
-    at: float
+    at: float = 0.0
 
 
 class TestSlices:
     """Hands out slices of a probe pool in turn, so that lane tests of several links do not overwrite each other."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self._next = random.randrange(_TEST_SLICES)
 
     def take(self) -> int:
         """First unit of the next slice."""
@@ -71,18 +74,21 @@ def lane_test(
     source_unit: int,
     writer_keys: Iterator[int],
 ) -> Generator[None, News, LaneInfo]:
-    """Try the plan's lanes in order; returns the first that works and is allowed. Raises LaneUnavailable with why.
+    """Try the plan's lanes in order; returns the first that works and is allowed. Raises LaneUnavailable with why
+    (LaneUnwanted: the last one worked, and is not allowed).
 
     `pool`: our probe pool; `source_unit`: our slice of it. Imports all pools of the offer for the lane it returns.
     """
     why = [plan.reason] if plan.reason else []
+    kind = LaneUnavailable
     (probe,) = (entry for entry in offer.pools if entry.pool == PROBE_POOL)
     for lane in plan.lanes:
         try:
             pool_id = PROBE_POOL if lane == "put" else _PROBE_SHM
             _import(link, lane, probe, fds, pool_id)
             yield from _self_test(link, offer, pool_id, pool, source_unit, writer_keys)
-            transports = link.transports()
+            with _native_errors():
+                transports = link.transports()
             if plan.scope == "network" and has_local(transports):
                 raise LaneUnavailable(
                     f"UCX uses {', '.join(transports)}, although only network lanes were offered"
@@ -102,14 +108,15 @@ def lane_test(
                     _import(link, lane, entry, fds, entry.pool)
         except LaneUnavailable as error:
             why.append(f"{lane}: {error}")
+            kind = type(error)
             continue
         probes = []
         for nbytes, times in _PROBES:
-            probes.append((yield from _speed(link, pool_id, pool, nbytes, times, writer_keys)))
+            probes.append((yield from _speed(link, offer, pool_id, pool, nbytes, times, writer_keys)))
         return LaneInfo(
             *(info.name, info.transport, info.memory, info.fence), tuple(probes), info.reason, info.same_host
         )
-    raise LaneUnavailable("no lane works: " + "; ".join(why))
+    raise kind("no lane works: " + "; ".join(why))
 
 
 def _import(
@@ -147,7 +154,8 @@ def _self_test(
     while True:
         news = yield
         if news.kind == "failed":
-            raise LaneUnavailable(f"self-test put failed: {news.reason}")
+            # UCX cancels a put that it could only emulate; the cause is in its own log line on stderr.
+            raise LaneUnavailable(f"self-test put failed: {news.reason} (UCX has no fast, permitted way)")
         if news.kind == "verdict":
             if not news.ok:
                 raise LaneUnavailable(f"self-test: {news.reason}")
@@ -155,24 +163,31 @@ def _self_test(
 
 
 def _speed(
-    link: _ucx.Link, pool_id: int, pool: HostPool, nbytes: int, times: int, keys: Iterator[int]
+    link: _ucx.Link,
+    offer: Offer,
+    pool_id: int,
+    pool: HostPool,
+    nbytes: int,
+    times: int,
+    keys: Iterator[int],
 ) -> Generator[None, News, Probe]:
     """Time `times` puts of `nbytes` in one run, each until it is complete at the peer; keeps the median."""
     first = _TEST_SLICES * _TEST_UNITS
     units = np.arange(first, first + nbytes // pool.unit_bytes, dtype=np.uint32)
+    bell = encode(SelfTest(epoch=offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
     seconds = []
     for _ in range(times):
         with _native_errors():
             writer = link.writer(next(keys), ttl_s=_TTL_S)
             begun = time.monotonic()
             writer.push(pool_id, pool.address, units, units)
-            # Quiet = every callback OK and a flush after them: landed, not only handed to the transport.
-            writer.stop()
+            # The doorbell goes out after a flush: the bytes have landed, and not only left.
+            writer.ring(bell)
         while True:
             news = yield
-            if news.kind == "failed" or (news.kind == "quiet" and not news.ok):
+            if news.kind == "failed":
                 raise LaneUnavailable(f"speed probe of {nbytes} bytes failed: {news.reason}")
-            if news.kind == "quiet":
+            if news.kind == "rung":
                 seconds.append(news.at - begun)
                 break
     median = sorted(seconds)[times // 2]

@@ -13,13 +13,26 @@ from typing import Literal, NamedTuple
 from kvrail.transfer.errors import LaneUnavailable
 from kvrail.transfer.link_events import Fence, LinkOptions
 
-__all__ = ["Plan", "Wishes", "check_required", "fence_class", "has_local", "plan_lanes", "put_carrier"]
+__all__ = [
+    "LaneUnwanted",
+    "Plan",
+    "Wishes",
+    "check_required",
+    "fence_class",
+    "has_local",
+    "plan_lanes",
+    "put_carrier",
+]
 
 # UCX transports whose writes are made by the writer's process itself (or its copy engines): destroying the
 # receiver's worker does not end them.
 _LOCAL = frozenset({"cma", "sysv", "posix", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", "cuda_copy"})
 # Of several transports on one endpoint, the first of these carries large puts of host memory.
 _CARRIERS = ("cuda_ipc", "xpmem", "cma", "rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "tcp")
+
+
+class LaneUnwanted(LaneUnavailable):
+    """A lane works, but somebody's options forbid it."""
 
 
 class Wishes(NamedTuple):
@@ -91,13 +104,13 @@ def _agree(flag: str, ours: str, theirs: str) -> str:
 
 
 def check_required(label: str, *wishes: Wishes) -> None:
-    """Raise LaneUnavailable unless the lane `label` (shm, put/cma, …) is what every side requires."""
+    """Raise LaneUnwanted unless the lane `label` (shm, put/cma, …) is what every side requires."""
     for wish in wishes:
         need = wish.require_lane
         if need and label != need and label.partition("/")[0] != need:
-            raise LaneUnavailable(f"lane {label} works, but {need} is required (--require-lane)")
+            raise LaneUnwanted(f"lane {label} works, but {need} is required (--require-lane)")
         if label.startswith("put/") and wish.put_transport not in ("auto", label.removeprefix("put/")):
-            raise LaneUnavailable(f"UCX picked {label}, but --put-transport {wish.put_transport} is set")
+            raise LaneUnwanted(f"UCX picked {label}, but --put-transport {wish.put_transport} is set")
 
 
 def has_local(transports: Iterable[str]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import selectors
 import time
 from typing import TYPE_CHECKING, Final, Literal
@@ -20,6 +19,7 @@ from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
 from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
+from kvrail.transfer.lanes import LaneUnwanted
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
     LaneInfo,
@@ -37,6 +37,7 @@ from kvrail.transfer.link_events import (
 )
 from kvrail.transfer.listener import Listener
 from kvrail.transfer.memory import Pools
+from kvrail.transfer.peer_processes import PeerProcesses
 from kvrail.transfer.rank_link import RankLink
 from kvrail.transfer.ucx import EventKind
 from kvrail.transfer.wire import Beat, LaneChosen, LinkMessage, SelfTest, SelfTestResult
@@ -48,21 +49,14 @@ __all__ = ["Links"]
 
 _log = logging.getLogger(__name__)
 
+# How long a CE may take to hang up after it was told that no lane works.
+_LAST_WORDS_S = 1.0
 _WRITER_KINDS: Final[dict[int, Literal["progress", "rung", "quiet", "failed"]]] = {
     EventKind.PROGRESS: "progress",
     EventKind.RUNG: "rung",
     EventKind.QUIET: "quiet",
     EventKind.FAILED: "failed",
 }
-
-
-class _PeerProcess:
-    """A peer's process, watched as long as anything of it may still write."""
-
-    def __init__(self, pidfd: int) -> None:
-        self.pidfd = pidfd
-        # Epochs that ended, and whether their links were ever up (told to the rank).
-        self.unproven: dict[int, bool] = {}
 
 
 class Links:
@@ -89,10 +83,10 @@ class Links:
         self._events: list[LinkEvent] = []
         self._by_id: dict[int, RankLink] = {}
         self._current: dict[LinkKey, RankLink] = {}
-        self._processes: dict[LinkKey, _PeerProcess] = {}
+        self._processes = PeerProcesses(self._selector, self._process_gone)
         self._test_writers = itertools.count(FIRST_TEST_WRITER)
         self._beats_due_at = 0.0
-        self._drain_due = False
+        self._stale = 0
         me = LinkKey(*identity)
         # Only now: whoever made the reactor has chosen the UCX library.
         from kvrail.transfer import _ucx
@@ -160,9 +154,13 @@ class Links:
     @property
     def unproven(self) -> list[tuple[LinkKey, int]]:
         """CE: epochs that ended, but whose writers may still write."""
-        return [
-            (key, epoch) for key, process in self._processes.items() for epoch in sorted(process.unproven)
-        ]
+        return self._processes.unproven
+
+    def counters(self) -> dict[str, int]:
+        """Counts for metrics: ours, and those of the progress thread (names: transfer/csrc/stats.h)."""
+        up = sum(link.state == "up" for link in self._current.values())
+        ours = {"links_up": up, "epochs_unproven": len(self.unproven), "messages_stale": self._stale}
+        return ours | self._reactor.stats()
 
     def close(self) -> bool:
         """End every link. True: nobody can write into our pools any more, and they may be unmapped."""
@@ -177,10 +175,7 @@ class Links:
             link.native.close()
         self._by_id.clear()
         self._current.clear()
-        for process in self._processes.values():
-            self._selector.unregister(process.pidfd)
-            os.close(process.pidfd)
-        self._processes.clear()
+        self._processes.close()
         self._selector.close()
         return accepts or not worst
 
@@ -208,7 +203,7 @@ class Links:
     def _watch(self, now: float) -> None:
         for link in list(self._current.values()):
             age_s, payload = link.native.peer_beat()
-            if link.state == "testing":
+            if link.state in ("testing", "refused"):
                 if now > link.deadline:
                     self._end(link, "the lane test took too long", now)
                 continue
@@ -229,12 +224,12 @@ class Links:
             self._end(before, f"replaced by link epoch {outcome.epoch}", now)
         link = RankLink(outcome, self._setup, self._test_writers, now)
         self._by_id[link.native.id] = self._current[link.key] = link
-        self._watch_process(outcome)
+        self._processes.watch(link.key, outcome.process)
         try:
             link.begin(outcome, self._options.heartbeat_s)
             link.start_test()
         except LaneUnavailable as error:
-            self._test_failed(link, str(error), now)
+            self._test_failed(link, error, now)
         except (UcxFailed, OSError) as error:
             self._end(link, str(error), now)
 
@@ -244,10 +239,12 @@ class Links:
         if kind == EventKind.FENCED:
             self._fenced(link)
         elif kind in _WRITER_KINDS:
-            word, reason = _WRITER_KINDS[kind], payload.decode(errors="replace")
+            word, reason, at = _WRITER_KINDS[kind], payload.decode(errors="replace"), 0.0
+            if word == "rung":
+                reason, at = "", int(reason) * 1e-9
             ok = status == 0 and word != "failed"
             if key >= FIRST_TEST_WRITER:
-                self._on_test(link, News(word, ok, reason, time.monotonic()), now)
+                self._on_test(link, News(word, ok, reason, at), now)
             else:
                 # Also after the end: each writer's last word decides what becomes of its source pages.
                 self._events.append(WriterEvent(link.key, link.epoch, word, key, ok, reason))
@@ -267,16 +264,16 @@ class Links:
             self._end(link, f"malformed link message: {error}", now)
             return
         if message.epoch != link.epoch:
-            link.stale += 1
+            self._stale += 1
         elif isinstance(message, SelfTest):
             link.answer_test(message)
         elif isinstance(message, SelfTestResult):
-            self._on_test(link, News("verdict", message.ok, message.reason, now), now)
+            self._on_test(link, News("verdict", message.ok, message.reason), now)
         elif isinstance(message, LaneChosen):
             if link.state == "testing" and self._dialer is not None:
                 try:
                     self._is_up(link, link.on_lane(message))
-                except LaneUnavailable as error:
+                except (LaneUnavailable, UcxFailed) as error:
                     self._end(link, str(error), now)
         elif link.state == "up":
             self._events.append(Received(link.key, message))
@@ -289,17 +286,19 @@ class Links:
         try:
             lane = link.on_test_news(news)
         except LaneUnavailable as error:
-            self._test_failed(link, str(error), now)
+            self._test_failed(link, error, now)
         else:
             if lane is not None:
                 self._is_up(link, lane)
 
-    def _test_failed(self, link: RankLink, reason: str, now: float) -> None:
-        if self._listener is not None and link.plan is not None and link.plan.scope == "all":
+    def _test_failed(self, link: RankLink, error: LaneUnavailable, now: float) -> None:
+        tried_local = link.plan is not None and link.plan.scope == "all"
+        if self._listener is not None and tried_local and not isinstance(error, LaneUnwanted):
             # UCX may have picked a local transport that does not work here (cma without the right to trace, say):
             # when the CE dials again, only network transports are used.
-            self._listener.local_lanes_failed(link.key, reason)
-        self._end(link, reason, now, last_words=True)
+            self._listener.local_lanes_failed(link.key, str(error))
+        # The CE hangs up when it has heard why; hanging up ourselves could overtake the message.
+        link.refuse(str(error), now + _LAST_WORDS_S)
 
     def _is_up(self, link: RankLink, lane: LaneInfo) -> None:
         if self._dialer is not None:
@@ -310,18 +309,16 @@ class Links:
 
     # --- ends and proofs -----------------------------------------------------------------------------------------
 
-    def _end(self, link: RankLink, reason: str, now: float, *, last_words: bool = False) -> None:
+    def _end(self, link: RankLink, reason: str, now: float) -> None:
         was = link.state
         if was == "down":
             return
+        reason = link.refusal or reason
         if self._current.get(link.key) is link:
             del self._current[link.key]
-        link.end(last_words=last_words)
-        if last_words:
-            del self._by_id[link.native.id]
-        process = self._processes.get(link.key)
-        if self._listener is None and link.fence == "process" and process is not None:
-            process.unproven[link.epoch] = link.was_up
+        link.end()
+        if self._listener is None and link.fence == "process":
+            self._processes.owes(link.key, link.epoch, was_up=link.was_up)
         _log.warning("link with %s ended: %s", _name(link.key), reason)
         if was == "up":
             self._events.append(LinkDown(link.key, link.epoch, reason))
@@ -336,19 +333,6 @@ class Links:
         if link.was_up and (link.fence == "worker" or self._listener is not None):
             self._events.append(Proven(link.key, link.epoch, "worker"))
 
-    def _watch_process(self, new: NewLink) -> None:
-        if new.process is None or new.process.pidfd < 0:
-            return
-        if new.key in self._processes:
-            os.close(new.process.pidfd)  # The same process: one incarnation is one process life.
-            return
-        self._processes[new.key] = _PeerProcess(new.process.pidfd)
-
-        def gone(now: float) -> None:
-            self._process_gone(new.key, now)
-
-        self._selector.register(new.process.pidfd, selectors.EVENT_READ, gone)
-
     def _process_gone(self, key: LinkKey, now: float) -> None:
         """The peer's process has ended: nothing of it can write any more, and it never comes back."""
         link = self._current.get(key)
@@ -356,12 +340,7 @@ class Links:
             self._dialer.unwant(key)
         if link is not None:
             self._end(link, "the peer's process has ended", now)
-        process = self._processes.pop(key)
-        self._selector.unregister(process.pidfd)
-        os.close(process.pidfd)
-        self._events += [
-            Proven(key, epoch, "process") for epoch, was_up in process.unproven.items() if was_up
-        ]
+        self._events += self._processes.forget(key)
 
     def _up(self, key: LinkKey) -> RankLink:
         link = self._current.get(key)

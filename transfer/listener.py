@@ -37,6 +37,8 @@ class Listener:
         self._report = report
         self._last_epoch: dict[LinkKey, int] = {}
         self._local_failed: dict[LinkKey, str] = {}
+        # A CE that is refused comes again and again: the same reason is told once.
+        self._told: dict[LinkKey, str] = {}
         self._talks: set[Talk] = set()
         name = f"link-{setup.me.incarnation.hex()[:12]}-{setup.me.rank}.sock"
         self._path = setup.options.socket_dir / name
@@ -99,10 +101,14 @@ class Listener:
 
     def _ended(self, talk: Talk, outcome: NewLink | TransferError, now: float) -> None:
         self._talks.discard(talk)
-        if isinstance(outcome, TransferError):
-            self._report(LinkRefusal(talk.key, str(outcome)), now)
-        else:
+        key, reason = talk.key, str(outcome)
+        if not isinstance(outcome, TransferError):
+            self._told.pop(outcome.key, None)
             self._report(outcome, now)
+        elif key is None or self._told.get(key) != reason:
+            if key is not None:
+                self._told[key] = reason
+            self._report(LinkRefusal(key, reason), now)
 
     def _handshake(self, talk: Talk) -> Generator[Turn | None, Frame, Turn]:
         def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...]) -> Accept:
@@ -128,10 +134,7 @@ class Listener:
         _check_pools(setup, offer, fds)
         wishes = (Wishes.of(setup.options), Wishes(offer.lane, offer.put_transport, offer.require_lane))
         failed = self._local_failed.get(key, "")
-        try:
-            plan = plan_lanes(*wishes, distance=offer.distance, shared=bool(fds), local_failed=failed)
-        except TransferError as error:
-            raise LinkRefused(str(error)) from error
+        plan = plan_lanes(*wishes, distance=offer.distance, shared=bool(fds), local_failed=failed)
         network = plan.scope == "network"
         theirs_address = offer.network_address if network else offer.address
         if not theirs_address:

@@ -185,6 +185,11 @@ class PagePool:
         holding = self._quarantine.get(owner)
         return list(holding.pages) if holding is not None else []
 
+    def quarantined_state_of(self, owner: str) -> int:
+        """The state slot that `owner` has in quarantine, or -1."""
+        holding = self._quarantine.get(owner)
+        return holding.state_slot if holding is not None else -1
+
     # --- shared prefix pages ----------------------------------------------------------------------------------
 
     def share(self, owner: str, page: int, key: bytes) -> None:

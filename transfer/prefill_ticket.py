@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.tickets import PE_MOVES, LinkKey, PeState, moved
+from kvrail.transfer.tickets import PAGE_POOL, PE_MOVES, STATE_POOL, LinkKey, PeState, PrefillEnded, moved
 from kvrail.transfer.wire import Doorbell, Grant, HandOff, LinkMessage, Quiesced, unpack_u32
 
-__all__ = ["PrefillTicket"]
+__all__ = ["Batch", "PrefillTicket", "ticket_gauges"]
 
 _U32 = npt.NDArray[np.uint32]
+
+
+class Batch(NamedTuple):
+    """Units of one pool that can go out together: source here, target at the CE."""
+
+    pool: int
+    source: _U32
+    target: _U32
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +48,7 @@ class PrefillTicket:
     hand_off: HandOff | None = None
     progress: int = 0
     holds_source: bool = False
+    quiet_told: bool = False
     # How it ends once its writer is quiet, and what the prefill call is told.
     answer_cancel: bool = False
     reason: str = ""
@@ -70,11 +81,13 @@ class PrefillTicket:
         self.targets = unpack_u32(grant.pages)
         return ""
 
-    def next_pages(self, tokens_done: int, pages: Sequence[int], layout: PageLayout) -> tuple[_U32, _U32]:
-        """(source, target) pages that became final with `tokens_done` prompt tokens in the page table `pages`.
+    def next_batches(
+        self, tokens_done: int, pages: Sequence[int], state_slot: int, layout: PageLayout
+    ) -> list[Batch]:
+        """What became final with `tokens_done` prompt tokens in the page table `pages`.
 
-        The last, partly filled page is final when the whole range is computed. Raises ValueError when the page
-        table is too short.
+        The last, partly filled page and the state are final when the whole range is computed. Raises ValueError when
+        the page table is too short or the state is missing.
         """
         _, grant = self.told
         start, end = grant.token_start, grant.token_end
@@ -84,12 +97,19 @@ class PrefillTicket:
         first = start // layout.page_tokens
         source = np.array(pages[first + self.pushed : first + ready], dtype=np.uint32)
         target = self.targets[self.pushed : ready]
-        if len(source) != max(0, ready - self.pushed):
+        if len(source) != len(target):
             raise ValueError(f"{tokens_done} tokens are computed, but the page table has {len(pages)} pages")
+        batches = [Batch(PAGE_POOL, source, target)] if len(target) else []
         self.pushed = max(self.pushed, ready)
         if grant.verify:
             self.sources.append(source)
-        return source, target
+        if self.wants_state and self.computed_all:
+            if state_slot < 0:
+                raise ValueError("the prompt is computed, but no state slot was given to push")
+            self.state_pushed, self.state_source = True, state_slot
+            slots = (np.array([slot], dtype=np.uint32) for slot in (state_slot, grant.state_slot))
+            batches.append(Batch(STATE_POOL, *slots))
+        return batches
 
     @property
     def wants_state(self) -> bool:
@@ -132,3 +152,25 @@ class PrefillTicket:
         if self.answer_cancel:
             return Quiesced(ticket=self.id, epoch=grant.epoch, proven=True, reason=self.reason)
         return Doorbell(ticket=self.id, epoch=grant.epoch, status="failed", reason=self.reason)
+
+    def answer_to_call(self, reason: str, status: int) -> PrefillEnded:
+        """How its prefill call ends."""
+        return PrefillEnded(
+            self.request_id or "",
+            status == 200,
+            reason=reason,
+            status=status,
+            cached_tokens=self.hand_off.cached_tokens if self.hand_off is not None else 0,
+            retry_after_s=self.retry_after_s,
+        )
+
+
+def ticket_gauges(tickets: Collection[PrefillTicket]) -> dict[str, int]:
+    """Tickets by what they wait for."""
+    states = Counter(ticket.state for ticket in tickets)
+    return {
+        "tickets": len(tickets),
+        "tickets_waiting": states[PeState.CALLED] + states[PeState.GRANTED],
+        "tickets_stopping": states[PeState.STOPPING],
+        "target_pages": sum(len(ticket.targets) for ticket in tickets),
+    }

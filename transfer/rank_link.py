@@ -22,21 +22,21 @@ __all__ = ["RankLink"]
 
 
 class RankLink:
-    """State of one link epoch. `testing` → `up` → `down`; the native worker may live on a little in `down`."""
+    """One link epoch: `testing` → `up` (or `refused`) → `down`, where the native worker may live on a little."""
 
     def __init__(self, new: NewLink, setup: LinkSetup, writer_keys: Iterator[int], now: float) -> None:
         self.key = new.key
         self.epoch = new.epoch
         self.native: _ucx.Link = new.native
-        self.state: Literal["testing", "up", "down"] = "testing"
+        self.state: Literal["testing", "refused", "up", "down"] = "testing"
         self.lane: LaneInfo | None = None
         # Until the lane is known, the worst is assumed: shm may be in use as soon as the memfds are out.
         self.fence: Fence = "process" if new.offer.address else "worker"
         self.was_up = False
+        self.refusal = ""
         self.plan = new.plan
         self.heart = Heart(new.key, setup.options, now)
         self.deadline = now + setup.options.handshake_s
-        self.stale = 0
         self._offer = new.offer
         self._pools = setup.pools
         self._fds = new.fds
@@ -112,14 +112,15 @@ class RankLink:
         """CE: look at what came into the probe pool, and say so."""
         self.native.send(encode(check_self_test(test, self._pools.probe)))
 
-    def end(self, *, last_words: bool = False) -> None:
-        """The link is over: destroy its worker at once, or (`last_words`) after the messages that are on their way."""
+    def refuse(self, reason: str, deadline: float) -> None:
+        """PE: no lane works. The CE has been told, and is to hang up before the deadline."""
+        self.refusal, self.deadline, self.state = reason, deadline, "refused"
+
+    def end(self) -> None:
+        """The link is over: destroy its worker, so that what can be proven that way is proven."""
         self.state = "down"
         self._drop_test()
-        if last_words:
-            self.native.close()
-        else:
-            self.native.fence()
+        self.native.fence()
 
     def _set_lane(self, lane: LaneInfo) -> None:
         self._drop_test()

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvrail.transfer.errors import LinkLost, NoPages
-from kvrail.transfer.granted_ticket import Ticket
+from kvrail.transfer.granted_ticket import PeerLink, Ticket, ticket_gauges
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.tickets import (
@@ -45,18 +44,6 @@ from kvrail.transfer.wire import (
 __all__ = ["Receiver"]
 
 
-@dataclass(slots=True)
-class _Link:
-    """The newest epoch of one peer rank. `held`: pages (and slots) of its tickets and quarantine, all epochs."""
-
-    epoch: int
-    fence: FenceMode
-    state: str = "up"  # up, suspect, fencing, down
-    held: int = 0
-    held_slots: int = 0
-    tickets: dict[bytes, Ticket] = field(default_factory=dict)
-
-
 class Receiver:
     """Tickets of one CE rank.
 
@@ -84,7 +71,7 @@ class Receiver:
         self._ttl_s = ttl_s
         self._answer_s = answer_s
         self._random = random
-        self._links: dict[LinkKey, _Link] = {}
+        self._links: dict[LinkKey, PeerLink] = {}
         self._effects: list[ReceiverEffect] = []
         self.counters: Counter[str] = Counter()
 
@@ -99,7 +86,7 @@ class Receiver:
         """A link works. `epoch` must be above all earlier ones of this peer rank."""
         known = self._links.get(link)
         if known is None:
-            self._links[link] = _Link(epoch, fence)
+            self._links[link] = PeerLink(epoch, fence)
             return
         if epoch <= known.epoch:
             raise ValueError(f"link epoch {epoch} does not rise above {known.epoch}")
@@ -114,7 +101,7 @@ class Receiver:
         if known is None or known.state != "up":
             return
         known.state = "suspect"
-        for ticket in self._live(known):
+        for ticket in known.live():
             self._lose(ticket, "the prefill engine does not answer")
             self._stop(now, ticket, "suspect")
 
@@ -127,13 +114,13 @@ class Receiver:
     def link_down(
         self, now: float, link: LinkKey, epoch: int, reason: str, proof: Proof | None = None
     ) -> None:
-        """That epoch of the link is over. Without `proof` its pages stay in quarantine until `proven`."""
+        """That epoch of the link is over. Its pages stay in quarantine until `proven` (or `proof`, told at once)."""
         known = self._links.get(link)
         if known is not None and known.epoch == epoch and known.state != "down":
             asked = known.state == "fencing"
             known.state = "down"
             self._strand(known, reason)
-            if proof is None and known.fence == "worker" and not asked and known.tickets:
+            if known.fence == "worker" and proof != "worker" and not asked and known.tickets:
                 self._effects.append(Fence(link, epoch, reason))
         else:
             self.counters["stale_link_events"] += 1
@@ -142,18 +129,18 @@ class Receiver:
         self._forget_if_idle(link)
 
     def proven(self, now: float, link: LinkKey, epoch: int, proof: Proof) -> None:
-        """Nothing can be written any more: by that epoch ("worker" destroyed), or by any ("process" gone).
+        """Nothing can be written any more through that epoch's "worker", or by the peer's "process" in any epoch.
 
-        A destroyed worker proves nothing for a link whose lane writes past it (fence mode "process"): counted.
+        Each frees only the tickets whose lane it covers: bytes of a dead process may still sit in the worker's
+        sockets, and a process may write past a destroyed worker. What is not covered is counted and stays.
         """
         known = self._links.get(link)
         if known is None:
             return
         if (proof == "process" or known.epoch == epoch) and known.state != "down":
-            known.state = "down"
-            self._strand(known, "the link's writers are gone")
+            self.link_down(now, link, known.epoch, "the link's writers are gone")
         for ticket in list(known.tickets.values()):
-            if proof == "process" or (ticket.epoch == epoch and ticket.fence == "worker"):
+            if ticket.fence == proof and (proof == "process" or ticket.epoch == epoch):
                 self._free(ticket)
             elif ticket.epoch == epoch:
                 self.counters["proofs_refused"] += 1
@@ -267,7 +254,7 @@ class Receiver:
     def beat_tickets(self, link: LinkKey) -> list[TicketBeat]:
         """The tickets of this link that are still wanted, for our heartbeat: it renews them at the PE."""
         known = self._links.get(link)
-        return [TicketBeat(ticket.id, 0) for ticket in self._live(known)] if known is not None else []
+        return [TicketBeat(ticket.id, 0) for ticket in known.live()] if known is not None else []
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -292,16 +279,7 @@ class Receiver:
 
     def gauges(self) -> dict[str, int]:
         """Tickets and pages that are not proven, for metrics: all zero when idle."""
-        tickets = [t for k in self._links.values() for t in k.tickets.values()]
-        live = [t for t in tickets if t.live]
-        dead = [t for t in tickets if not t.live]
-        return {
-            "tickets": len(live),
-            "ticket_pages": sum(len(t.pages) for t in live),
-            "quarantined_tickets": len(dead),
-            "quarantined_pages": sum(len(t.pages) for t in dead),
-            "unproven_tickets": sum(t.state is CeState.UNPROVEN for t in dead),
-        }
+        return ticket_gauges([t for known in self._links.values() for t in known.tickets.values()])
 
     def held(self, link: LinkKey) -> int:
         """Pages in tickets and quarantine of this link (I8)."""
@@ -365,6 +343,9 @@ class Receiver:
 
     def _doubt(self, ticket: Ticket, reason: str) -> None:
         """Only a fence, the end of the PE's process, or a late answer can free this ticket's pages now."""
+        if not len(ticket.pages) and ticket.state_slot < 0:
+            self._free(ticket)
+            return
         if ticket.live:
             self._pool.quarantine(ticket.owner)
         ticket.move(CeState.UNPROVEN)
@@ -376,7 +357,7 @@ class Receiver:
             self._effects.append(Fence(ticket.link, ticket.epoch, reason))
             self._strand(known, f"the link was fenced: {reason}")
 
-    def _strand(self, known: _Link, reason: str) -> None:
+    def _strand(self, known: PeerLink, reason: str) -> None:
         """No answer will come for the tickets of this link's epoch: lose the live ones, doubt them all."""
         for ticket in list(known.tickets.values()):
             if ticket.epoch != known.epoch or ticket.state is CeState.UNPROVEN:
@@ -401,9 +382,6 @@ class Receiver:
         known.held -= len(ticket.pages)
         known.held_slots -= ticket.state_slot >= 0
         self._forget_if_idle(ticket.link)
-
-    def _live(self, known: _Link) -> list[Ticket]:
-        return [ticket for ticket in known.tickets.values() if ticket.live]
 
     def _find(self, ticket_id: bytes) -> Ticket | None:
         for known in self._links.values():

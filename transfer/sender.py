@@ -12,29 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.prefill_ticket import PrefillTicket
-from kvrail.transfer.ticket_memory import Fate, TicketMemory
+from kvrail.transfer.prefill_ticket import PrefillTicket, ticket_gauges
+from kvrail.transfer.ticket_memory import Fate, TicketMemory, refused_call
 from kvrail.transfer.tickets import (
-    PAGE_POOL,
-    STATE_POOL,
     AbortPrefill,
-    DropWriter,
     LinkKey,
-    OpenWriter,
     PeState,
-    PrefillEnded,
-    Push,
     ReleaseSource,
-    RenewWriter,
-    Ring,
     Send,
     SenderEffect,
     StartPrefill,
-    StopWriter,
 )
 from kvrail.transfer.wire import (
     Beat,
@@ -47,11 +35,17 @@ from kvrail.transfer.wire import (
     Quiesced,
     TicketBeat,
 )
+from kvrail.transfer.writer_book import WriterBook
 
 __all__ = ["Sender"]
 
-_U32 = npt.NDArray[np.uint32]
 _AT_WORK = frozenset({PeState.PREFILLING, PeState.RINGING})
+_FULL, _OVER = "the prefill queue is full", "this ticket is over"
+_NOT_RENEWED = "the completion engine did not renew the ticket"
+_TOO_LATE = {
+    PeState.CALLED: "its grant did not come in time",
+    PeState.GRANTED: "its prefill call did not come in time",
+}
 
 
 class Sender:
@@ -79,9 +73,9 @@ class Sender:
         self._stop_s = stop_s
         self._epochs: dict[LinkKey, int] = {}
         self._tickets: dict[bytes, PrefillTicket] = {}
-        self._by_writer: dict[int, PrefillTicket] = {}
         self._memory = TicketMemory()
-        self._writers = 0
+        self._kept: dict[tuple[LinkKey, int], list[SenderEffect]] = {}
+        self._writers = WriterBook(self._emit)
         # Rises with all work of this rank: a waiting ticket gets nearer to its turn when others get on.
         self._work = 0
         self._effects: list[SenderEffect] = []
@@ -109,6 +103,15 @@ class Sender:
         for ticket in [t for t in self._tickets.values() if t.link == link]:
             self._end(ticket, PeState.GONE, reason=reason, status=503)
         self._memory.link_gone(link)
+        self._writers.link_gone(link)
+
+    def proven(self, link: LinkKey, epoch: int) -> None:
+        """Nothing of that epoch is being written or rung any more by this side: sources of its doorbells are free.
+
+        Must follow each `link_down`: a doorbell under way when the link broke may still reach the CE and be good,
+        so until then its pages may not change (I7).
+        """
+        self._effects += self._kept.pop((link, epoch), [])
 
     def on_message(self, now: float, link: LinkKey, message: LinkMessage) -> None:
         """A link message from that CE rank."""
@@ -125,11 +128,9 @@ class Sender:
         """Renew the tickets that the CE still wants."""
         for item in beat.tickets:
             ticket = self._tickets.get(item.ticket)
-            if ticket is None or ticket.grant is None or ticket.link != link or ticket.state not in _AT_WORK:
-                continue
-            ticket.deadline = now + ticket.grant.ttl_s
-            if ticket.writer:
-                self._effects.append(RenewWriter(link, ticket.writer, ticket.grant.ttl_s))
+            if ticket is not None and ticket.link == link and ticket.state in _AT_WORK:
+                ticket.deadline = now + ticket.told[1].ttl_s
+                self._writers.renew(ticket)
 
     def beat_tickets(self, link: LinkKey) -> list[TicketBeat]:
         """This link's tickets with their progress, for our heartbeat: rising progress renews them at the CE."""
@@ -147,29 +148,26 @@ class Sender:
         if ticket is not None and ticket.request_id is not None:
             self.counters["duplicate_calls"] += 1
             if ticket.request_id != request_id:
-                self._refuse_call(request_id, "this ticket is in use", 409)
-        elif self._memory.fate(ticket_id) == "full":
-            self._refuse_call(request_id, "the prefill queue is full", 429, retry_after_s=1.0)
+                self._emit(refused_call(request_id, "this ticket is in use", 409))
         elif self._memory.fate(ticket_id) is not None:
             self.counters["late_calls"] += 1
-            self._refuse_call(request_id, "this ticket is over", 409)
+            full = self._memory.fate(ticket_id) == "full"
+            self._emit(refused_call(request_id, _FULL, 429) if full else refused_call(request_id, _OVER, 409))
         elif ticket is not None:
             self._start(now, ticket, request_id)
         elif len(self._tickets) >= self._max_tickets:
             self.counters["refused_calls"] += 1
             self._memory.remember(ticket_id, "refused")
-            self._refuse_call(request_id, "the prefill queue is full", 429, retry_after_s=1.0)
+            self._emit(refused_call(request_id, _FULL, 429))
         else:
-            self._tickets[ticket_id] = PrefillTicket(
-                ticket_id, PeState.CALLED, now + self._meet_s, request_id=request_id
-            )
+            deadline = now + self._meet_s
+            self._tickets[ticket_id] = PrefillTicket(ticket_id, PeState.CALLED, deadline, request_id)
 
     def abort(self, now: float, request_id: str, reason: str) -> None:
         """The caller of a prefill went away. Unknown requests are ignored."""
-        for ticket in self._tickets.values():
-            if ticket.request_id == request_id:
-                self._fail(now, ticket, reason, 499)
-                return
+        ticket = next((t for t in self._tickets.values() if t.request_id == request_id), None)
+        if ticket is not None:
+            self._fail(now, ticket, reason, 499)
 
     # --- the engine -------------------------------------------------------------------------------------------
 
@@ -202,20 +200,13 @@ class Sender:
             self.counters["late_engine_results"] += 1
             return
         try:
-            source, target = ticket.next_pages(tokens_done, pages, self._layout)
+            batches = ticket.next_batches(tokens_done, pages, state_slot, self._layout)
         except ValueError as error:
             self._fail(now, ticket, str(error), 500)
             return
         self._advance(ticket)
-        if len(target):
-            self._push(now, ticket, PAGE_POOL, source, target)
-        if ticket.wants_state and ticket.computed_all:
-            if state_slot < 0:
-                self._fail(now, ticket, "the engine gave no state to push", 500)
-                return
-            ticket.state_pushed, ticket.state_source = True, state_slot
-            slots = (np.array([slot], dtype=np.uint32) for slot in (state_slot, ticket.told[1].state_slot))
-            self._push(now, ticket, STATE_POOL, *slots)
+        for batch in batches:
+            self._writers.push(now, ticket, batch)
         self._ring_if_complete(now, ticket)
 
     def first_token(self, now: float, ticket_id: bytes, hand_off: HandOff) -> None:
@@ -230,8 +221,7 @@ class Sender:
         link, grant = ticket.told
         ticket.hand_off = hand_off
         self._advance(ticket)
-        first = FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)
-        self._effects.append(Send(link, first))
+        self._emit(Send(link, FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)))
         if hand_off.finish_reason is not None:
             self._fail(now, ticket, "finished", 200)
         else:
@@ -241,34 +231,30 @@ class Sender:
 
     def on_progress(self, now: float, writer: int) -> None:
         """Everything submitted so far is locally complete."""
-        ticket = self._by_writer.get(writer)
+        ticket = self._writers.ticket(writer)
         if ticket is not None:
             self._advance(ticket)
 
     def on_rung(self, now: float, writer: int) -> None:
         """The doorbell went out, behind every put."""
-        ticket = self._by_writer.get(writer)
-        if ticket is None or ticket.state not in (PeState.RINGING, PeState.STOPPING):
-            self.counters["late_writer_events"] += 1
-            return
-        self._end(ticket, PeState.LANDED)
+        ticket = self._of(writer, PeState.RINGING, PeState.STOPPING)
+        if ticket is not None:
+            self._end(ticket, PeState.LANDED)
 
     def on_quiet(self, now: float, writer: int, ok: bool, reason: str = "") -> None:
         """A stopped writer posts nothing more. `ok`: every put's callback and the flush after them were OK."""
-        ticket = self._by_writer.get(writer)
-        if ticket is None or ticket.state is not PeState.STOPPING:
-            self.counters["late_writer_events"] += 1
-            return
-        self._answer(ticket, ok, reason)
+        late = self._writers.late_quiet(writer, ok)
+        ticket = None if late else self._of(writer, PeState.STOPPING)
+        if ticket is not None:
+            ticket.quiet_told = True
+            self._answer(ticket, ok, reason)
 
     def on_failed(self, now: float, writer: int, reason: str) -> None:
         """A put or the doorbell failed, or was refused. Whether the writer is quiet is another question: stop it."""
-        ticket = self._by_writer.get(writer)
-        if ticket is None or ticket.state not in _AT_WORK:
-            self.counters["late_writer_events"] += 1
-            return
-        self.counters["failed_pushes"] += 1
-        self._fail(now, ticket, f"the push failed: {reason}", 502)
+        ticket = self._of(writer, *_AT_WORK)
+        if ticket is not None:
+            self.counters["failed_pushes"] += 1
+            self._fail(now, ticket, f"the push failed: {reason}", 502)
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -276,14 +262,10 @@ class Sender:
         """End what has waited too long."""
         for ticket in [t for t in self._tickets.values() if t.deadline <= now]:
             self.counters["expired"] += 1
-            if ticket.state is PeState.CALLED:
-                self._fail(now, ticket, f"no grant came within {self._meet_s:g} s", 504)
-            elif ticket.state is PeState.GRANTED:
-                self._fail(now, ticket, f"no prefill call came within {self._meet_s:g} s", 504)
-            elif ticket.state is PeState.STOPPING:
+            if ticket.state is PeState.STOPPING:
                 self._answer(ticket, False, f"the writer was not quiet within {self._stop_s:g} s")
             else:
-                self._fail(now, ticket, "the completion engine did not renew the ticket", 504)
+                self._fail(now, ticket, _TOO_LATE.get(ticket.state, _NOT_RENEWED), 504)
 
     def next_deadline(self) -> float | None:
         """When `reap` has something to do next."""
@@ -291,27 +273,31 @@ class Sender:
 
     def gauges(self) -> dict[str, int]:
         """Tickets by what they wait for, for metrics: all zero when idle."""
-        states = Counter(ticket.state for ticket in self._tickets.values())
-        return {
-            "tickets": len(self._tickets),
-            "tickets_waiting": states[PeState.CALLED] + states[PeState.GRANTED],
-            "tickets_stopping": states[PeState.STOPPING],
-            "target_pages": sum(len(ticket.targets) for ticket in self._tickets.values()),
-        }
+        return ticket_gauges(self._tickets.values())
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _emit(self, effect: SenderEffect) -> None:
+        self._effects.append(effect)
+
+    def _of(self, writer: int, *states: PeState) -> PrefillTicket | None:
+        ticket = self._writers.ticket(writer)
+        if ticket is not None and ticket.state in states:
+            return ticket
+        self.counters["late_writer_events"] += 1
+        return None
+
     def _on_grant(self, now: float, link: LinkKey, grant: Grant) -> None:
         ticket = self._tickets.get(grant.ticket)
-        fate = self._memory.fate(grant.ticket)
-        if (ticket is not None and ticket.grant is not None) or fate in ("answered", "full", "tombstone"):
+        refused = self._memory.fate(grant.ticket) == "refused"
+        if (ticket is not None and ticket.grant is not None) or self._memory.answered(grant.ticket):
             self.counters["duplicate_grants"] += 1
             return
-        if ticket is None and fate is None and len(self._tickets) >= self._max_tickets:
+        if ticket is None and not refused and len(self._tickets) >= self._max_tickets:
             self.counters["refused_grants"] += 1
-            self._refuse_grant(link, grant, "full", "the prefill queue is full")
+            self._refuse_grant(link, grant, "full", _FULL)
             return
-        if ticket is None and fate == "refused":
+        if ticket is None and refused:
             self._refuse_grant(link, grant, "answered", "its prefill call was refused")
             return
         ticket = ticket or PrefillTicket(grant.ticket, PeState.GRANTED, now + self._meet_s)
@@ -327,19 +313,12 @@ class Sender:
     def _refuse_grant(self, link: LinkKey, grant: Grant, fate: Fate, reason: str) -> None:
         self._memory.remember(grant.ticket, fate)
         bell = Doorbell(ticket=grant.ticket, epoch=grant.epoch, status="failed", reason=reason)
-        self._effects.append(Send(link, bell))
-
-    def _refuse_call(
-        self, request_id: str, reason: str, status: int, retry_after_s: float | None = None
-    ) -> None:
-        self._effects.append(
-            PrefillEnded(request_id, False, reason=reason, status=status, retry_after_s=retry_after_s)
-        )
+        self._emit(Send(link, bell))
 
     def _on_cancel(self, now: float, link: LinkKey, cancel: Cancel) -> None:
         ticket = self._tickets.get(cancel.ticket)
         if ticket is None:
-            if self._memory.fate(cancel.ticket) in ("answered", "full", "tombstone"):
+            if self._memory.answered(cancel.ticket):
                 # Its last message is ahead of any answer that could be given now.
                 self.counters["late_cancels"] += 1
                 return
@@ -363,33 +342,16 @@ class Sender:
         ticket.move(PeState.PREFILLING)
         ticket.deadline = now + grant.ttl_s
         ticket.holds_source = True
-        self._effects.append(StartPrefill(request_id, ticket.id, grant.token_start, grant.token_end))
+        self._emit(StartPrefill(request_id, ticket.id, grant.token_start, grant.token_end))
 
     def _advance(self, ticket: PrefillTicket) -> None:
         self._work += 1
         ticket.progress = self._work
 
-    def _writer(self, now: float, ticket: PrefillTicket) -> int:
-        if not ticket.writer:
-            link, _ = ticket.told
-            self._writers += 1
-            ticket.writer = self._writers
-            self._by_writer[ticket.writer] = ticket
-            self._effects.append(OpenWriter(link, ticket.writer, max(0.0, ticket.deadline - now)))
-        return ticket.writer
-
-    def _push(self, now: float, ticket: PrefillTicket, pool: int, source: _U32, target: _U32) -> None:
-        link, _ = ticket.told
-        self._effects.append(Push(link, self._writer(now, ticket), pool, source, target))
-
     def _ring_if_complete(self, now: float, ticket: PrefillTicket) -> None:
-        if not ticket.complete:
-            return
-        link, grant = ticket.told
-        ticket.move(PeState.RINGING)
-        pages, slot = (ticket.pushed_pages(), ticket.state_source) if grant.verify else (None, -1)
-        ring = Ring(link, self._writer(now, ticket), ticket.landed_bell(self._layout), pages, slot)
-        self._effects.append(ring)
+        if ticket.complete:
+            ticket.move(PeState.RINGING)
+            self._writers.ring(now, ticket, self._layout)
 
     def _fail(self, now: float, ticket: PrefillTicket, reason: str, status: int) -> None:
         """No good doorbell from here on (one that is under way may still go out): stop, then say so."""
@@ -398,25 +360,24 @@ class Sender:
         ticket.reason, ticket.status = reason, status
         if ticket.state is PeState.PREFILLING and ticket.request_id is not None:
             ticket.holds_source = False
-            self._effects.append(AbortPrefill(ticket.request_id, ticket.id))
-        if ticket.writer:
+            self._emit(AbortPrefill(ticket.request_id, ticket.id))
+        if self._writers.stop(ticket):
             ticket.move(PeState.STOPPING)
             ticket.deadline = now + self._stop_s
-            self._effects.append(StopWriter(ticket.told[0], ticket.writer))
         else:
             self._answer(ticket, True, "")
 
     def _answer(self, ticket: PrefillTicket, quiet: bool, doubt: str) -> None:
         """The ticket's last message, now that its writer is quiet or must be taken for not."""
         if ticket.link is not None:
-            self._effects.append(Send(ticket.link, ticket.last_message(quiet, doubt)))
+            self._emit(Send(ticket.link, ticket.last_message(quiet, doubt)))
         end = PeState.QUIESCED if ticket.answer_cancel else PeState.FAILED
         self._end(ticket, end if quiet else PeState.UNPROVEN, reason=ticket.reason, status=ticket.status)
 
     def _quiesce_unstarted(self, link: LinkKey, cancel: Cancel, reason: str) -> None:
         self._memory.bury(cancel.ticket, link)
         answer = Quiesced(ticket=cancel.ticket, epoch=cancel.epoch, proven=True, reason=reason)
-        self._effects.append(Send(link, answer))
+        self._emit(Send(link, answer))
 
     def _end(self, ticket: PrefillTicket, state: PeState, *, reason: str = "", status: int = 200) -> None:
         """The ticket is over: give back what it holds, answer its call, remember it."""
@@ -425,22 +386,15 @@ class Sender:
         self.counters[f"ended_{state.value}"] += 1
         del self._tickets[ticket.id]
         self._memory.remember(ticket.id, "answered" if ticket.grant is not None else "refused")
-        if ticket.writer:
-            del self._by_writer[ticket.writer]
-            self._effects.append(DropWriter(ticket.told[0], ticket.writer))
+        self._writers.drop(ticket)
         if ticket.request_id is None:
             return
-        if ticket.holds_source:
-            release = AbortPrefill if computing else ReleaseSource
-            self._effects.append(release(ticket.request_id, ticket.id))
-        cached = ticket.hand_off.cached_tokens if ticket.hand_off is not None else 0
-        self._effects.append(
-            PrefillEnded(
-                ticket.request_id,
-                status == 200,
-                reason=reason,
-                status=status,
-                cached_tokens=cached,
-                retry_after_s=ticket.retry_after_s,
-            )
-        )
+        source: SenderEffect = ReleaseSource(ticket.request_id, ticket.id)
+        if ticket.holds_source and computing:
+            source = AbortPrefill(ticket.request_id, ticket.id)
+        if ticket.holds_source and state is PeState.GONE and not computing:
+            # Its doorbell may be in the native thread's hands and still go out: see `proven`.
+            self._kept.setdefault((ticket.told[0], ticket.told[1].epoch), []).append(source)
+        elif ticket.holds_source:
+            self._emit(source)
+        self._emit(ticket.answer_to_call(reason, status))

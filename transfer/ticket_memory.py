@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvrail.transfer.tickets import LinkKey
+from kvrail.transfer.tickets import LinkKey, PrefillEnded
 
-__all__ = ["Fate", "TicketMemory"]
+__all__ = ["Fate", "TicketMemory", "refused_call"]
 
 # answered: its last message went out (doorbell or quiesced). full: likewise, because the queue was full.
 # tombstone: a cancel came for a ticket that had no grant here. refused: its prefill call ended before any grant came,
@@ -43,6 +43,17 @@ class TicketMemory:
             return "tombstone"
         return self._fates.get(ticket)
 
+    def answered(self, ticket: bytes) -> bool:
+        """Whether the CE has had this ticket's last message, so that nothing more may be said of it."""
+        return self.fate(ticket) in ("answered", "full", "tombstone")
+
     def link_gone(self, link: LinkKey) -> None:
         """Nothing of that link's life can come any more."""
         self._tombstones.pop(link, None)
+
+
+def refused_call(request_id: str, reason: str, status: int) -> PrefillEnded:
+    """The answer to a prefill call that will not be taken up."""
+    return PrefillEnded(
+        request_id, False, reason=reason, status=status, retry_after_s=1.0 if status == 429 else None
+    )

@@ -215,9 +215,12 @@ class ReleaseSource(NamedTuple):
 
 
 class OpenWriter(NamedTuple):
+    """Open the native writer of a ticket; it refuses what is posted after `ttl_s` without a RenewWriter."""
+
     link: LinkKey
     writer: int
     ttl_s: float
+    ticket: bytes
 
 
 class RenewWriter(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 import msgspec
@@ -28,7 +28,10 @@ _BACK_OFF_LIMIT_S = 10.0
 
 
 class PeerWatcher:
-    """Polls the prefill engines and reconciles the links of `ranks` with what it finds."""
+    """Polls the prefill engines and reconciles the links of `ranks` with what it finds.
+
+    `at_peer`: the prefills that this front has at each peer, kept current by its owner.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class PeerWatcher:
         token: bytes,
         ranks: Sequence[RankClient],
         client: httpx.AsyncClient,
+        at_peer: Mapping[PeerKey, int],
         *,
         interval_s: float = 1.0,
     ) -> None:
@@ -44,8 +48,12 @@ class PeerWatcher:
         self._headers = bearer_header(token)
         self._ranks = ranks
         self._client = client
+        self._at_peer = at_peer
         self._interval_s = interval_s
+        self._listeners: list[Callable[[], None]] = []
         self._found: dict[str, list[RankCard]] = {}
+        # Prefills that others have there: what a peer reported less what we had there at that moment.
+        self._others: dict[PeerKey, int] = {}
         # What each of our ranks has been told; the first item is the incarnation of ours that was told.
         self._told: dict[int, tuple[bytes, set[PeerKey]]] = {}
         self._states: dict[tuple[int, PeerKey], tuple[str, str]] = {}
@@ -63,14 +71,19 @@ class PeerWatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def views(self, at_peer: Mapping[PeerKey, int]) -> list[PeerView]:
-        """The known prefill ranks. `at_peer`: what this front has there (newer than what they reported)."""
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each answer of a prefill engine."""
+        self._listeners.append(listener)
+
+    @property
+    def views(self) -> list[PeerView]:
+        """The known prefill ranks with their load, of which our own part is newer than their last report."""
         return [
             PeerView(
-                key=(card.peer.incarnation, card.peer.rank),
+                key=_key(card),
                 name=f"{url}#{card.peer.rank}",
                 url=url,
-                load=max(card.load, at_peer.get((card.peer.incarnation, card.peer.rank), 0)),
+                load=self._others.get(_key(card), 0) + self._at_peer.get(_key(card), 0),
                 limit=card.limit,
             )
             for url, cards in self._found.items()
@@ -88,7 +101,7 @@ class PeerWatcher:
 
     def url_of(self, key: PeerKey) -> str:
         """The URL at which a peer was found, or "" for one that is gone."""
-        return next((view.url for view in self.views({}) if view.key == key), "")
+        return next((view.url for view in self.views if view.key == key), "")
 
     async def _watch(self, url: str) -> None:
         wait_s = self._interval_s
@@ -100,8 +113,7 @@ class PeerWatcher:
                 wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
             else:
                 self._note(url, "")
-                self._found[url] = reply.ranks
-                self._reconcile()
+                self._take(url, reply.ranks)
                 wait_s = self._interval_s
             # Jitter: many completion engines must not ask a restarted prefill engine in step.
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
@@ -112,6 +124,16 @@ class PeerWatcher:
             raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
         response.raise_for_status()
         return msgspec.msgpack.decode(response.content, type=RanksReply)
+
+    def _take(self, url: str, cards: list[RankCard]) -> None:
+        for card in self._found.get(url, ()):
+            self._others.pop(_key(card), None)
+        self._found[url] = cards
+        for card in cards:
+            self._others[_key(card)] = max(0, card.load - self._at_peer.get(_key(card), 0))
+        self._reconcile()
+        for listener in self._listeners:
+            listener()
 
     def _note(self, url: str, trouble: str) -> None:
         """Log a change of a URL's state once."""
@@ -124,11 +146,7 @@ class PeerWatcher:
 
     def _reconcile(self) -> None:
         """Tell each ready rank of ours which links to make and to drop. Does nothing when nothing has changed."""
-        wanted = {
-            (card.peer.incarnation, card.peer.rank): card.peer
-            for cards in self._found.values()
-            for card in cards
-        }
+        wanted = {_key(card): card.peer for cards in self._found.values() for card in cards}
         for rank in self._ranks:
             if rank.ready is None:
                 self._told.pop(rank.rank, None)
@@ -174,3 +192,7 @@ class PeerWatcher:
                         why,
                     )
         self._states = seen
+
+
+def _key(card: RankCard) -> PeerKey:
+    return (card.peer.incarnation, card.peer.rank)

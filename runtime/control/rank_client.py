@@ -9,7 +9,6 @@ while requests wait for it fails those requests; its next `Ready` makes it usabl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -133,6 +132,7 @@ class RankClient:
         self._prefilling: dict[str, RankRequest[PrefillEvent]] = {}
         self._heard_at = 0.0
         self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._was_ready = asyncio.Event()
 
@@ -143,24 +143,27 @@ class RankClient:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 200)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(self.endpoint)
         self._tasks = [
             asyncio.create_task(self._listen(self._socket)),
-            asyncio.create_task(self._watch_connection(monitor)),
+            asyncio.create_task(self._watch_connection(self._monitor)),
             asyncio.create_task(self._watch_silence()),
         ]
 
     async def close(self) -> None:
         """Fail what is open and close the socket. Does not stop the rank: see `shutdown`."""
-        self._lost("the front is stopping")
+        self.ready, self.trouble = None, "the front is stopping"
+        self.fail_all("the front is stopping")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None:
+        if self._socket is not None and self._monitor is not None:
+            # In this order: ZeroMQ blocks for ever when it reports an event and nobody holds the other end.
             self._socket.disable_monitor()
+            self._monitor.close()
             self._socket.close()
-            self._socket = None
+            self._socket = self._monitor = None
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever the rank becomes ready, is lost, or reports a link."""
@@ -290,14 +293,13 @@ class RankClient:
                 self._tell()
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
-        with contextlib.closing(monitor):
-            while True:
-                await recv_monitor_message(monitor)
-                gone = self.ready
-                await asyncio.sleep(_DRAIN_S)
-                # A rank that was restarted within the drain time has said Ready already, and keeps its requests.
-                if self.ready is gone:
-                    self._lost("its process ended")
+        while True:
+            await recv_monitor_message(monitor)
+            gone = self.ready
+            await asyncio.sleep(_DRAIN_S)
+            # A rank that was restarted within the drain time has said Ready already, and keeps its requests.
+            if self.ready is gone:
+                self._lost("its process ended")
 
     async def _watch_silence(self) -> None:
         while True:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -44,16 +44,27 @@ def wait_until(holds: Callable[[], bool], within_s: float, what: str, *servers: 
 class Server:
     """One role: the front process and its ranks, in a session of their own."""
 
-    def __init__(self, role: str, model: Path, folder: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
+        """`inside`: words before the command, that run it elsewhere (in a network namespace)."""
         self.role = role
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         # One for all: making a client costs more than asking. No proxy may come between, nothing is kept alive.
         self.http = httpx.Client(
             base_url=self.url, timeout=10, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
         self.log = folder / f"{role}-{self.port}-{time.monotonic_ns()}.log"
         command = [
+            *inside,
             sys.executable,
             "-P",
             "-m",
@@ -64,7 +75,7 @@ class Server:
             "--model",
             str(model),
         ]
-        command += ["--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
+        command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,

@@ -31,7 +31,8 @@ class Peer:
         options = config["options"] | {"socket_dir": Path(config["options"]["socket_dir"])}
         self.options = LinkOptions(**options)
         self.layout = PageLayout(**config["layout"])
-        self.context = open_context(self.options.put_transport, self.options.kv_host)
+        overrides = config.get("ucx", {})
+        self.context = open_context(self.options.put_transport, self.options.kv_host, overrides=overrides)
         self.reactor = open_reactor(self.context, spin_us=0, copy_threads=1)
         self.pools = Pools.allocate(self.context, pages=config["pages"], page_bytes=self.layout.page_bytes)
         self.key = LinkKey(os.urandom(16), config["rank"])

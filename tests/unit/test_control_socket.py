@@ -175,3 +175,15 @@ def test_dial_tcp_to_nobody_is_lost() -> None:
         reach()
     with pytest.raises(LinkLost, match="not a numeric address"):
         control_socket.dial_tcp("kvrail.invalid", port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "lo"])
+def test_listens_on_address_name_or_interface(host: str) -> None:
+    listener = control_socket.listen_tcp(host)
+    assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    listener.close()
+
+
+def test_host_that_is_not_ours_is_a_clear_error() -> None:
+    with pytest.raises(TransferError, match="--kv-host"):
+        control_socket.listen_tcp("203.0.113.9")

@@ -136,7 +136,8 @@ def test_a_good_doorbell_gives_the_pages_to_the_caller_once() -> None:
     bench.take()
     assert bench.ledger.counters["unknown_tickets"] == 4
     assert bench.pool.pages_of("sequence") == [0, 1, 2]
-    bench.ledger.link_down(2, PE, 1, "gone", "worker")
+    bench.ledger.link_down(2, PE, 1, "gone")
+    bench.ledger.proven(2, PE, 1, "worker")
     bench.take()
     assert bench.pool.pages_of("sequence") == [0, 1, 2]
 
@@ -277,7 +278,8 @@ def test_an_unanswered_cancel_fences_after_its_deadline_and_frees_nothing_by_its
     bench.ledger.reap(1e9)
     bench.take()
     assert (bench.pool.quarantined, bench.ledger.gauges()["unproven_tickets"]) == (3, 1)
-    bench.ledger.link_down(1e9, PE, 1, "fenced", "worker")
+    bench.ledger.link_down(1e9, PE, 1, "fenced")
+    bench.ledger.proven(1e9, PE, 1, "worker")
     assert bench.idle()
 
 
@@ -370,6 +372,16 @@ def test_the_worker_of_one_epoch_proves_only_that_epoch() -> None:
         bench.ledger.link_up(3, PE, 2, "worker")
 
 
+def test_bytes_of_a_dead_process_may_still_sit_in_our_worker() -> None:
+    bench = Bench("worker")
+    bench.grant()
+    bench.ledger.proven(1, PE, 1, "process")
+    bench.take(Lost, Fence)
+    assert (bench.pool.quarantined, bench.ledger.counters["proofs_refused"]) == (3, 1)
+    bench.ledger.proven(1, PE, 1, "worker")
+    assert bench.idle()
+
+
 def test_a_restarted_peer_is_another_peer() -> None:
     bench = Bench()
     ticket = bench.grant()
@@ -381,7 +393,7 @@ def test_a_restarted_peer_is_another_peer() -> None:
     bench.ledger.proven(2, OTHER, 1, "process")
     bench.take()
     assert bench.pool.quarantined == 3
-    bench.ledger.proven(3, PE, 1, "process")
+    bench.ledger.proven(3, PE, 1, "worker")
     assert bench.idle()
 
 

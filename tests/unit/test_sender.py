@@ -228,15 +228,24 @@ def test_a_writer_that_is_not_quiet_is_never_called_so() -> None:
     assert (answer.message.proven, answer.message.reason) == (False, "client left; a put failed")
 
 
-def test_a_writer_that_does_not_stop_is_unproven_after_a_deadline() -> None:
+@pytest.mark.parametrize("late", ["proof", "no proof", "link"])
+def test_a_writer_that_does_not_stop_is_unproven_until_a_late_proof(late: str) -> None:
     bench = Bench().pushing()
     bench.cancel(now=1)
     bench.take(AbortPrefill, StopWriter)
     assert bench.ledger.next_deadline() == 11
     bench.ledger.reap(11)
-    answer, *_ = bench.take(Send, DropWriter, PrefillEnded)
-    assert not answer.message.proven
+    answer, ended = bench.take(Send, PrefillEnded)
+    assert (answer.message.proven, ended.ok) == (False, False)
     assert bench.idle()
+    if late == "link":
+        bench.ledger.link_down(12, CE, 1, "fenced")
+        bench.take(DropWriter)
+    bench.ledger.on_quiet(13, 1, late == "proof")
+    effects = bench.ledger.take_effects()
+    assert [e.message.proven for e in effects if isinstance(e, Send)] == [True] * (late == "proof")
+    bench.ledger.on_quiet(13, 1, True)
+    bench.take()
 
 
 def test_a_doorbell_that_is_under_way_answers_the_cancel() -> None:
@@ -336,7 +345,7 @@ def test_a_prefill_that_the_engine_refuses_ends_in_one_failed_doorbell() -> None
 def test_a_failed_put_ends_in_a_failed_doorbell_only_when_the_rest_is_quiet() -> None:
     for quiet in (True, False):
         bench = Bench().pushing()
-        (writer,) = bench.ledger._by_writer
+        (writer,) = bench.ledger._writers._tickets
         bench.ledger.on_failed(2, writer, "out of bounds")
         bench.take(AbortPrefill, StopWriter)
         bench.ledger.on_quiet(3, writer, quiet, "endpoint failed")
@@ -347,7 +356,7 @@ def test_a_failed_put_ends_in_a_failed_doorbell_only_when_the_rest_is_quiet() ->
 
 def test_the_source_of_a_doorbell_under_way_is_kept_until_it_is_over() -> None:
     bench = Bench().ringing()
-    (writer,) = bench.ledger._by_writer
+    (writer,) = bench.ledger._writers._tickets
     bench.ledger.on_failed(2, writer, "reset")
     bench.take(StopWriter)
     bench.ledger.on_quiet(3, writer, True)
@@ -373,7 +382,7 @@ def test_a_grant_without_a_call_and_a_call_without_a_grant_do_not_live_for_ever(
 
 def test_a_ticket_that_nobody_renews_ends() -> None:
     bench = Bench().pushing()
-    (writer,) = bench.ledger._by_writer
+    (writer,) = bench.ledger._writers._tickets
     beat = Beat(steps=1, state="serving", tickets=[TicketBeat(T, 0), TicketBeat(b"?" * 16, 0)])
     bench.ledger.on_beat(20, OTHER, beat)
     bench.take()
@@ -412,7 +421,11 @@ def test_a_lost_link_ends_its_tickets_and_no_others() -> None:
 def test_a_new_epoch_ends_the_old_one_and_its_messages() -> None:
     bench = Bench().ringing()
     bench.ledger.link_up(2, CE, 2)
-    bench.take(DropWriter, ReleaseSource, PrefillEnded)
+    bench.take(DropWriter, PrefillEnded)
+    bench.ledger.proven(CE, 2)
+    bench.take()
+    bench.ledger.proven(CE, 1)
+    assert bench.take(ReleaseSource) == [ReleaseSource("r", T)], "its doorbell could still have gone out"
     bench.say(grant(b"2" * 16, epoch=1))
     bench.cancel(epoch=1)
     bench.take()
@@ -448,7 +461,7 @@ def test_a_short_page_table_or_a_missing_state_fails_the_prefill() -> None:
     bench.take(AbortPrefill, Send, PrefillEnded)
     bench = Bench(STATEFUL).started(state_slot=1)
     bench.ledger.computed(1, T, 10, [5, 6, 7])
-    bench.take(OpenWriter, Push, AbortPrefill, StopWriter)
+    bench.take(AbortPrefill, Send, PrefillEnded)
 
 
 def test_duplicates_and_strange_messages_are_counted_no_ops() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ texts = st.text(alphabet="ab", max_size=12)
 )
 def test_cuts_make_no_difference(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     by_char, matched = emitted(stops, list(text))
     by_piece, matched_by_piece = emitted(stops, pieces)
     assert "".join(by_piece) == "".join(by_char)

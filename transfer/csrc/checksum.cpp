@@ -26,7 +26,7 @@ std::uint64_t sum_portable(const char* data, std::size_t words) { return sum_wor
 
 #if defined(__x86_64__)
 __attribute__((target("avx512f,avx512dq,prefer-vector-width=512"))) std::uint64_t sum_avx512(const char* data,
-                                                                                           std::size_t words) {
+                                                                                             std::size_t words) {
   return sum_words(data, words);
 }
 #endif

@@ -62,8 +62,7 @@ void Context::require_open(const char* call) const {
   if (handle_ == nullptr) throw UcxError(call, UCS_ERR_INVALID_PARAM, "the context is closed");
 }
 
-std::shared_ptr<Region> Context::add_region(std::uint64_t address, std::uint64_t nbytes,
-                                            const std::string& memory) {
+std::shared_ptr<Region> Context::add_region(std::uint64_t address, std::uint64_t nbytes, const std::string& memory) {
   require_open("register");
   auto region = std::make_shared<Region>(handle_, address, nbytes, memory);
   std::lock_guard lock(mutex_);
@@ -139,8 +138,7 @@ void Context::link_closed(bool was_closing) {
 
 void Context::require_no_links(const char* call) {
   std::unique_lock lock(mutex_);
-  if (open_links_ == 0)
-    changed_.wait_for(lock, std::chrono::seconds(5), [this] { return closing_links_ == 0; });
+  if (open_links_ == 0) changed_.wait_for(lock, std::chrono::seconds(5), [this] { return closing_links_ == 0; });
   if (open_links_ + closing_links_ != 0)
     throw UcxError(call, UCS_ERR_BUSY,
                    std::to_string(open_links_ + closing_links_) + " links still live: close them first");

@@ -20,19 +20,13 @@ constexpr std::size_t kPrefix = sizeof(std::uint32_t);
 }  // namespace
 
 Control::Control(int fd, int epoll_fd, std::uint64_t tag, Nanos interval)
-    : fd_(fd),
-      epoll_fd_(epoll_fd),
-      tag_(tag),
-      interval_(interval),
-      next_beat_(now_ns()),
-      peer_beat_at_(next_beat_) {
+    : fd_(fd), epoll_fd_(epoll_fd), tag_(tag), interval_(interval), next_beat_(now_ns()), peer_beat_at_(next_beat_) {
   int flags = fcntl(fd_, F_GETFL);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = tag_;
   // The fd is ours only if this succeeds.
-  if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_NONBLOCK) < 0 ||
-      epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd_, &event) < 0)
+  if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_NONBLOCK) < 0 || epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd_, &event) < 0)
     throw std::system_error(errno, std::generic_category(), "attach_control");
 }
 

@@ -2,6 +2,7 @@
 #include "copy.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <utility>
@@ -38,6 +39,9 @@ CopyCrew::CopyCrew(unsigned threads, std::function<void(std::shared_ptr<CopyJob>
   for (unsigned i = 0; i < threads; ++i) {
     threads_.emplace_back([this] { work(); });
     pthread_setname_np(threads_.back().native_handle(), "kvrail-copy");
+    // Copying must not take the core away from the thread that has just ordered it, in the middle of its call.
+    sched_param param{};
+    pthread_setschedparam(threads_.back().native_handle(), SCHED_BATCH, &param);
   }
 }
 

@@ -25,8 +25,7 @@ void settle(ucs_status_ptr_t request, Endpoint::Done done, void* user) {
 
 }  // namespace
 
-Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err_handler_cb_t on_error,
-                   void* arg) {
+Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err_handler_cb_t on_error, void* arg) {
   ucp_ep_params_t params{};
   params.field_mask =
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
@@ -38,8 +37,7 @@ Endpoint::Endpoint(ucp_worker_h worker, const std::string& peer_address, ucp_err
 }
 
 void Endpoint::put_(const void* source, std::size_t nbytes, std::uint64_t target, const RemoteKey& key,
-                    ucp_mem_h memory, ucs_memory_type_t kind, ucp_send_nbx_callback_t callback, Done done,
-                    void* user) {
+                    ucp_mem_h memory, ucs_memory_type_t kind, ucp_send_nbx_callback_t callback, Done done, void* user) {
   ucp_request_param_t param = with_callback(callback, user);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.memh = memory;

@@ -35,8 +35,7 @@ class Endpoint {
   }
   // `header` and `payload` must live until `done`.
   template <Done done>
-  void send(unsigned message_id, const void* header, std::size_t header_bytes, const std::string& payload,
-            void* user) {
+  void send(unsigned message_id, const void* header, std::size_t header_bytes, const std::string& payload, void* user) {
     send_(message_id, header, header_bytes, payload, finished<done>, done, user);
   }
   template <Done done>

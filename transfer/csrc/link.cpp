@@ -46,6 +46,8 @@ void Link::connect(std::string peer_address) {
     if (!link.usable()) return;
     try {
       link.endpoint_ = std::make_unique<Endpoint>(link.worker_->handle(), peer_address, on_error, &link);
+      for (const std::string& lane : link.endpoint_->transports())
+        if (lane.starts_with("cma/") || lane.starts_with("knem/")) link.puts_by_cpu_ = true;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
     }
@@ -73,8 +75,7 @@ Result Link::ask(const char* call, std::function<Result(const Endpoint&)> questi
 }
 
 std::vector<std::string> Link::transports() {
-  return ask<std::vector<std::string>>("transports",
-                                       [](const Endpoint& endpoint) { return endpoint.transports(); });
+  return ask<std::vector<std::string>>("transports", [](const Endpoint& endpoint) { return endpoint.transports(); });
 }
 
 std::string Link::describe() {
@@ -161,9 +162,7 @@ unsigned Link::turn(Nanos now) {
   return work + posted_;
 }
 
-Nanos Link::next_deadline() const {
-  return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max();
-}
+Nanos Link::next_deadline() const { return beats_ ? beats_->next_beat() : std::numeric_limits<Nanos>::max(); }
 
 std::shared_ptr<Pool> Link::pool(std::uint32_t id) const {
   auto found = pools_.find(id);

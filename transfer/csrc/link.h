@@ -66,7 +66,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void on_control_ready();
   Nanos next_deadline() const;
   // Requests of ours are under way.
-  bool busy() const { return phase_ == Phase::ending || !window_.empty() || !operations_.empty(); }
+  bool busy() const { return phase_ == Phase::ending || busy_requests(); }
   bool closed() const { return phase_ == Phase::closed; }
   void begin_close();
 
@@ -113,6 +113,8 @@ class Link : public std::enable_shared_from_this<Link> {
   void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
   void begin_end(const char* reason, bool force);
   void step_end(Nanos now);
+  bool worker_may_go(Nanos now);
+  bool busy_requests() const { return !window_.empty() || !operations_.empty(); }
   void destroy_worker();
   void drop_control();
 
@@ -140,7 +142,8 @@ class Link : public std::enable_shared_from_this<Link> {
   std::uint32_t copies_out_ = 0;
 
   Phase phase_ = Phase::open;
-  bool fencing_ = false, closing_ = false, endpoint_closing_ = false;
+  bool fencing_ = false, closing_ = false, force_ = false, close_begun_ = false, endpoint_closing_ = false;
+  bool puts_by_cpu_ = false;
   Nanos end_deadline_ = 0;
 
   std::shared_ptr<Control> beats_;

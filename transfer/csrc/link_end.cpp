@@ -10,8 +10,8 @@
 namespace kvrail {
 namespace {
 
-// How long the closing of the endpoint may take. By force: time for the callbacks of what was under way; what has
-// not called back by then is counted as failed. In peace: time for the last messages to go out.
+// By force: time for the callbacks of what is under way; what has not called back by then is counted as failed.
+// In peace: time for the last messages to go out.
 constexpr Nanos kForcedEnd = 20 * kMilli;
 constexpr Nanos kPeacefulEnd = 300 * kMilli;
 
@@ -64,11 +64,8 @@ void Link::begin_end(const char* reason, bool force) {
   if (phase_ != Phase::open) return;
   phase_ = Phase::ending;
   lose_writers(UCS_ERR_CANCELED, reason);
-  force = force || error_ != UCS_OK;
-  end_deadline_ = now_ns() + (force ? kForcedEnd : kPeacefulEnd);
-  if (!endpoint_) return;
-  endpoint_closing_ = true;
-  endpoint_->close<on_close_done>(force, this);
+  force_ = force || error_ != UCS_OK;
+  end_deadline_ = now_ns() + (force_ ? kForcedEnd : kPeacefulEnd);
 }
 
 void Link::on_close_done(void* arg, ucs_status_t) { static_cast<Link*>(arg)->endpoint_closing_ = false; }
@@ -77,7 +74,7 @@ void Link::step_end(Nanos now) {
   // Copies read and write memory that is about to be unmapped; each ends with its slice.
   if (copies_out_ > 0) return;
   if (worker_) {
-    if (endpoint_closing_ && now < end_deadline_) return;
+    if (!worker_may_go(now)) return;
     destroy_worker();
     // What they had under way is accounted for now: let each say its last word before the link does.
     run_writers();
@@ -88,6 +85,18 @@ void Link::step_end(Nanos now) {
   if (beats_) std::exchange(beats_, nullptr)->end();
   phase_ = Phase::closed;
   context().link_closed(true);
+}
+
+bool Link::worker_may_go(Nanos now) {
+  // Puts that this very process carries out (cma) always end, whatever the peer does; UCX aborts the process when
+  // its endpoint is destroyed before that.
+  if (!window_.empty() && puts_by_cpu_) return false;
+  if (force_ && now < end_deadline_ && busy_requests()) return false;
+  if (endpoint_ && !std::exchange(close_begun_, true)) {
+    endpoint_closing_ = true;
+    endpoint_->close<on_close_done>(force_, this);
+  }
+  return !endpoint_closing_ || now >= end_deadline_;
 }
 
 void Link::destroy_worker() {

@@ -15,8 +15,7 @@ void Link::send_for(std::shared_ptr<Writer> writer, std::string message) {
   start_operation(false, std::move(writer), 0, std::move(message));
 }
 
-void Link::start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token,
-                           std::string message) {
+void Link::start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message) {
   Operation& operation = operations_.emplace_back();
   operation.link = this;
   operation.self = std::prev(operations_.end());
@@ -50,8 +49,8 @@ void Link::on_operation_done(void* user, ucs_status_t status) {
   link.operations_.erase(operation.self);
 }
 
-ucs_status_t Link::on_message(void* arg, const void* header, std::size_t header_bytes, void* data,
-                              std::size_t nbytes, const ucp_am_recv_param_t* param) {
+ucs_status_t Link::on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t nbytes,
+                              const ucp_am_recv_param_t* param) {
   auto& link = *static_cast<Link*>(arg);
   std::uint64_t fields[2];
   if (header_bytes == sizeof fields) std::memcpy(fields, header, sizeof fields);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "log.h"
 
-#include <ucs/config/global_opts.h>
 #include <ucs/debug/log_def.h>
 #include <unistd.h>
 
@@ -25,10 +24,6 @@ ucs_log_func_rc_t write_line(const char* file, unsigned line, const char*, ucs_l
 
 }  // namespace
 
-void log_to_stderr() {
-  char file[256] = "";
-  if (ucs_global_opts_get_value("LOG_FILE", file, sizeof file) == UCS_OK && file[0] != '\0') return;
-  ucs_log_push_handler(write_line);
-}
+void log_to_stderr() { ucs_log_push_handler(write_line); }
 
 }  // namespace kvrail

@@ -4,7 +4,7 @@
 
 namespace kvrail {
 
-// For the whole process, since UCX's log is. UCX_LOG_FILE, when the user set it, stays in force.
+// For the whole process, since UCX's log is. UCX_LOG_LEVEL stays in force, UCX_LOG_FILE does not.
 void log_to_stderr();
 
 }  // namespace kvrail

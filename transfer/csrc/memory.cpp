@@ -14,8 +14,7 @@ struct Kind {
   ucs_memory_type_t type;
 };
 constexpr std::array kKinds{Kind{"host", UCS_MEMORY_TYPE_HOST}, Kind{"cuda", UCS_MEMORY_TYPE_CUDA},
-                            Kind{"cuda-managed", UCS_MEMORY_TYPE_CUDA_MANAGED},
-                            Kind{"rocm", UCS_MEMORY_TYPE_ROCM}};
+                            Kind{"cuda-managed", UCS_MEMORY_TYPE_CUDA_MANAGED}, Kind{"rocm", UCS_MEMORY_TYPE_ROCM}};
 
 ucs_memory_type_t kind_named(const std::string& name) {
   for (const Kind& kind : kKinds)

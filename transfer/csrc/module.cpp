@@ -85,9 +85,9 @@ class PyWriter {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
-    auto batch = std::make_shared<Batch>(
-        pool, source, std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-        std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
+    auto batch = std::make_shared<Batch>(pool, source,
+                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
+                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
     act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
   }
 
@@ -123,8 +123,8 @@ std::shared_ptr<Pool> make_pool(std::uint64_t nbytes, std::uint64_t unit_bytes) 
 nb::list drain(PyReactor& self) {
   nb::list events;
   for (const Event& event : self.reactor->events().drain())
-    events.append(nb::make_tuple(static_cast<int>(event.kind), event.link, event.key, event.status,
-                                 to_bytes(event.payload)));
+    events.append(
+        nb::make_tuple(static_cast<int>(event.kind), event.link, event.key, event.status, to_bytes(event.payload)));
   return events;
 }
 
@@ -148,7 +148,7 @@ nb::dict stats(PyReactor& self) {
 }
 
 nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t base, std::uint64_t page_bytes,
-                                                                 const Indices& pages) {
+                                                                  const Indices& pages) {
   if (page_bytes == 0 || page_bytes % 8 != 0) throw nb::value_error("page_bytes must be a multiple of 8");
   auto* sums = new std::uint64_t[pages.size()];
   nb::capsule owner(sums, [](void* data) noexcept { delete[] static_cast<std::uint64_t*>(data); });
@@ -225,7 +225,8 @@ NB_MODULE(_ucx, m) {
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { running().close_all(); }, ReleaseGil()));
 
   // The module lives as long as the interpreter, and so does this reference.
-  static PyObject* ucx_error = nb::object(nb::module_::import_("kvrail.transfer.errors").attr("UcxFailed")).release().ptr();
+  static PyObject* ucx_error =
+      nb::object(nb::module_::import_("kvrail.transfer.errors").attr("UcxFailed")).release().ptr();
   m.attr("UcxError") = nb::handle(ucx_error);
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
@@ -256,7 +257,7 @@ NB_MODULE(_ucx, m) {
   });
   m.def("interfaces", &interfaces);
   m.def("copy_kind", [] { return stream_copy_kind(); });
-  m.def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a);
+  m.def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a.noconvert());
 
   nb::class_<Context>(m, "Context")
       .def(nb::init<const std::map<std::string, std::string>&>(), "settings"_a, ReleaseGil())
@@ -300,13 +301,14 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("id", [](const PyLink& self) { return self.link->id(); })
       .def_prop_ro("epoch", [](const PyLink& self) { return self.link->epoch(); })
       .def(
-          "address",
-          [](const PyLink& self, bool network_only) { return to_bytes(self.link->address(network_only)); },
+          "address", [](const PyLink& self, bool network_only) { return to_bytes(self.link->address(network_only)); },
           nb::kw_only(), "network_only"_a = false)
-      .def("connect", [](PyLink& self, const nb::bytes& peer) { self.link->connect(to_string(peer)); },
-           "peer_address"_a)
-      .def("transports", [](PyLink& self) { return self.link->transports(); }, ReleaseGil())
-      .def("describe", [](PyLink& self) { return self.link->describe(); }, ReleaseGil())
+      .def(
+          "connect", [](PyLink& self, const nb::bytes& peer) { self.link->connect(to_string(peer)); }, "peer_address"_a)
+      .def(
+          "transports", [](PyLink& self) { return self.link->transports(); }, ReleaseGil())
+      .def(
+          "describe", [](PyLink& self) { return self.link->describe(); }, ReleaseGil())
       .def(
           "import_put",
           [](PyLink& self, std::uint32_t id, std::uint64_t base, std::uint64_t nbytes, std::uint64_t unit_bytes,
@@ -345,8 +347,10 @@ NB_MODULE(_ucx, m) {
              auto [age, payload] = self.link->peer_beat();
              return nb::make_tuple(age < 0 ? INFINITY : static_cast<double>(age) * 1e-9, to_bytes(payload));
            })
-      .def("send", [](PyLink& self, const nb::bytes& message) { self.link->send(to_string(message)); }, "message"_a)
-      .def("flush", [](PyLink& self, std::uint64_t token) { self.link->flush(token); }, "token"_a)
+      .def(
+          "send", [](PyLink& self, const nb::bytes& message) { self.link->send(to_string(message)); }, "message"_a)
+      .def(
+          "flush", [](PyLink& self, std::uint64_t token) { self.link->flush(token); }, "token"_a)
       .def(
           "writer",
           [](std::shared_ptr<PyLink> self, std::uint64_t key, double ttl_s) {
@@ -362,7 +366,7 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("posted", [](const PyWriter& self) { return self.writer().posted(); })
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
-      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a, "target_units"_a)
+      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert())
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);

@@ -135,26 +135,27 @@ void Reactor::run() {
     } else if (now - active < spin_) {
       relax();
     } else {
-      sleep(now);
+      bool woken = sleep(now);
       looked = now_ns();
-      // Awake for a reason: spin again from here.
-      active = looked;
+      if (woken) active = looked;
     }
   }
 }
 
-void Reactor::sleep(Nanos now) {
+bool Reactor::sleep(Nanos now) {
+  bool woken = false;
   sleeping_ = true;
   bool armed = !pending_;
   for (auto& [id, link] : links_) armed = armed && link->arm();
   if (armed) {
     ++stats_.sleeps;
-    look_at_fds(timeout_ms(now));
+    woken = look_at_fds(timeout_ms(now));
   }
   sleeping_ = false;
+  return woken;
 }
 
-void Reactor::look_at_fds(int timeout_ms) {
+bool Reactor::look_at_fds(int timeout_ms) {
   std::array<epoll_event, 64> events;
   int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), timeout_ms);
   for (int i = 0; i < count; ++i) {
@@ -168,6 +169,7 @@ void Reactor::look_at_fds(int timeout_ms) {
     }
     // A worker's fd only ends the sleep: the next turn progresses it.
   }
+  return count > 0;
 }
 
 int Reactor::timeout_ms(Nanos now) const {

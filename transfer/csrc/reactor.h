@@ -56,8 +56,9 @@ class Reactor {
  private:
   void run();
   bool run_commands();
-  void sleep(Nanos now);
-  void look_at_fds(int timeout_ms);
+  // Both: whether an event, and not the clock, was the reason to return.
+  bool sleep(Nanos now);
+  bool look_at_fds(int timeout_ms);
   int timeout_ms(Nanos now) const;
 
   const std::shared_ptr<Context> context_;

@@ -11,9 +11,9 @@ struct Stats {
   using Count = std::atomic<std::uint64_t>;
   Count turns = 0, sleeps = 0, commands = 0;
   Count messages_sent = 0, messages_received = 0;
-  Count messages_early = 0;        // held until those before them came
-  Count messages_duplicate = 0;    // dropped
-  Count messages_wrong_link = 0;   // dropped: another cookie than this link's
+  Count messages_early = 0;       // held until those before them came
+  Count messages_duplicate = 0;   // dropped
+  Count messages_wrong_link = 0;  // dropped: another cookie than this link's
   Count puts = 0, put_bytes = 0, copies = 0, copied_bytes = 0;
 };
 

@@ -18,59 +18,54 @@ void copy_plain(char* target, const char* source, std::size_t nbytes) { std::mem
 
 #if defined(__x86_64__)
 
-// Each loop moves whole cache lines to a line-aligned target: a line that is written in part by non-temporal
-// stores costs a read of memory. The ends go by memcpy.
+// Whole cache lines go to a line-aligned target: a line that non-temporal stores write only in part costs a read of
+// memory. The ends go by memcpy. Four streams, a small page of memory apart, keep more prefetchers and more misses
+// busy than one: half as fast again. Software prefetch only slows this down.
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kStream = 4096;
+constexpr std::size_t kStreams = 4;
 
-template <typename Lines>
-inline void copy_aligned(char* target, const char* source, std::size_t nbytes, Lines lines) {
+void copy_lines_sse2(char* to, const char* from, std::size_t n) {
+  for (std::size_t i = 0; i < n; i += kLine) {
+    const auto* in = reinterpret_cast<const __m128i*>(from + i);
+    auto* out = reinterpret_cast<__m128i*>(to + i);
+    for (int k = 0; k < 4; ++k) _mm_stream_si128(out + k, _mm_loadu_si128(in + k));
+  }
+}
+
+[[gnu::target("avx"), gnu::always_inline]] inline void move_avx(char* to, const char* from) {
+  __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), high);
+}
+
+[[gnu::target("avx")]] void copy_lines_avx(char* to, const char* from, std::size_t n) {
+  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+    for (std::size_t i = 0; i < kStream; i += kLine)
+      for (std::size_t k = 0; k < kStreams; ++k) move_avx(to + k * kStream + i, from + k * kStream + i);
+  for (std::size_t i = 0; i < n; i += kLine) move_avx(to + i, from + i);
+}
+
+[[gnu::target("avx512f"), gnu::always_inline]] inline void move_avx512(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+}
+
+[[gnu::target("avx512f")]] void copy_lines_avx512(char* to, const char* from, std::size_t n) {
+  for (; n >= kStream * kStreams; n -= kStream * kStreams, to += kStream * kStreams, from += kStream * kStreams)
+    for (std::size_t i = 0; i < kStream; i += kLine)
+      for (std::size_t k = 0; k < kStreams; ++k) move_avx512(to + k * kStream + i, from + k * kStream + i);
+  for (std::size_t i = 0; i < n; i += kLine) move_avx512(to + i, from + i);
+}
+
+template <Copy lines>
+void copy_aligned(char* target, const char* source, std::size_t nbytes) {
   std::size_t head = -reinterpret_cast<std::uintptr_t>(target) % kLine;
   if (nbytes < head + kLine) return copy_plain(target, source, nbytes);
   std::memcpy(target, source, head);
   std::size_t body = (nbytes - head) / kLine * kLine;
   lines(target + head, source + head, body);
   std::memcpy(target + head + body, source + head + body, nbytes - head - body);
-}
-
-void copy_sse2(char* target, const char* source, std::size_t nbytes) {
-  copy_aligned(target, source, nbytes, [](char* to, const char* from, std::size_t n) {
-    for (std::size_t i = 0; i < n; i += kLine) {
-      _mm_prefetch(from + i + 512, _MM_HINT_NTA);
-      const auto* in = reinterpret_cast<const __m128i*>(from + i);
-      auto* out = reinterpret_cast<__m128i*>(to + i);
-      __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1), c = _mm_loadu_si128(in + 2),
-              d = _mm_loadu_si128(in + 3);
-      _mm_stream_si128(out, a);
-      _mm_stream_si128(out + 1, b);
-      _mm_stream_si128(out + 2, c);
-      _mm_stream_si128(out + 3, d);
-    }
-  });
-}
-
-__attribute__((target("avx"))) void copy_lines_avx(char* to, const char* from, std::size_t n) {
-  for (std::size_t i = 0; i < n; i += kLine) {
-    _mm_prefetch(from + i + 512, _MM_HINT_NTA);
-    __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-    __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), a);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i + 32), b);
-  }
-}
-
-void copy_avx(char* target, const char* source, std::size_t nbytes) {
-  copy_aligned(target, source, nbytes, copy_lines_avx);
-}
-
-__attribute__((target("avx512f"))) void copy_lines_avx512(char* to, const char* from, std::size_t n) {
-  for (std::size_t i = 0; i < n; i += kLine) {
-    _mm_prefetch(from + i + 512, _MM_HINT_NTA);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-  }
-}
-
-void copy_avx512(char* target, const char* source, std::size_t nbytes) {
-  copy_aligned(target, source, nbytes, copy_lines_avx512);
 }
 
 #endif
@@ -82,9 +77,9 @@ struct Kind {
 
 Kind choose() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return {"avx512", copy_avx512};
-  if (__builtin_cpu_supports("avx")) return {"avx", copy_avx};
-  return {"sse2", copy_sse2};
+  if (__builtin_cpu_supports("avx512f")) return {"avx512", copy_aligned<copy_lines_avx512>};
+  if (__builtin_cpu_supports("avx")) return {"avx", copy_aligned<copy_lines_avx>};
+  return {"sse2", copy_aligned<copy_lines_sse2>};
 #else
   return {"memcpy", copy_plain};
 #endif

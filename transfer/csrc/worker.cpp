@@ -14,8 +14,7 @@ Worker::Worker(ucp_context_h context, unsigned message_id, ucp_am_recv_callback_
   try {
     check(ucp_worker_get_efd(handle_, &event_fd_), "ucp_worker_get_efd");
     ucp_am_handler_param_t handler{};
-    handler.field_mask =
-        UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
     handler.id = message_id;
     handler.cb = on_message;
     handler.arg = arg;

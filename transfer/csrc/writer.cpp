@@ -179,7 +179,7 @@ void Writer::send_done(ucs_status_t status) {
   if (status == UCS_OK) {
     rung_ = true;
     // FAILED was said when the link was lost in between: it stays the only word.
-    if (!failed_said_) link_.tell(EventKind::rung, key_, UCS_OK, {});
+    if (!failed_said_) link_.tell(EventKind::rung, key_, UCS_OK, std::to_string(now_ns()));
   } else {
     if (unproven_ == UCS_OK) unproven_ = status;
     fail(status, std::string("the doorbell could not be sent: ") + ucs_status_string(status));

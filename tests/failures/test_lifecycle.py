@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
+from kit.breakable import COMMON, wait_idle
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
-from kit.split import COMMON, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from kit.asking import ask, make_prompt
+from kit.breakable import COMMON, Breakable, wait_idle
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
-from kit.split import COMMON, Split, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_other_page_size_and_other_model(split: Split, tmp_path: Path) -> None:
+def test_other_page_size_and_other_model(split: Breakable, tmp_path: Path) -> None:
     """One CE, two PEs that it must not take pages from."""
     pe = split.pe()
     other_model = write_slow_model(tmp_path / "other", heads=2)
@@ -43,7 +43,7 @@ def test_other_page_size_and_other_model(split: Split, tmp_path: Path) -> None:
         wait_idle(ce, pe, other)
 
 
-def test_wrong_cluster_token(split: Split, tmp_path: Path) -> None:
+def test_wrong_cluster_token(split: Breakable, tmp_path: Path) -> None:
     """Nobody learns anything from the PE; the CE says what is wrong, and serves by itself."""
     pe = split.pe()
     token = tmp_path / "token"

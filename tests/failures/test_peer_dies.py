@@ -8,12 +8,12 @@ import time
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
-from kit.split import LONG, Split, wait_idle
+from kit.breakable import LONG, Breakable, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_pe_killed_mid_push(split: Split) -> None:
+def test_pe_killed_mid_push(split: Breakable) -> None:
     """Both lanes, with requests running and waiting: local answers; a new PE on the port serves at once."""
     pe = split.pe()
     fallbacks = {ce: ce.metric("kvrail_prefill_fallbacks_total") for ce in (split.ce, split.ce_tcp)}
@@ -33,7 +33,7 @@ def test_pe_killed_mid_push(split: Split) -> None:
     wait_idle(new, split.ce, split.ce_tcp)
 
 
-def test_pe_restarted_while_requests_run(split: Split) -> None:
+def test_pe_restarted_while_requests_run(split: Breakable) -> None:
     """A stream of requests across a restart on the same port: each is whole; the new PE takes over."""
     pe = split.pe()
     running = [split.begin_push(split.ce), Asking(split.ce_tcp, make_prompt(LONG))]
@@ -51,7 +51,7 @@ def test_pe_restarted_while_requests_run(split: Split) -> None:
     wait_idle(pe, split.ce, split.ce_tcp)
 
 
-def test_pe_killed_between_first_token_and_doorbell(split: Split) -> None:
+def test_pe_killed_between_first_token_and_doorbell(split: Breakable) -> None:
     """The first token stays, the second is computed here, and none is given twice."""
     # One step for the whole prompt, so that all its pages travel after the first token.
     pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.ce_tcp
@@ -74,7 +74,7 @@ def test_pe_killed_between_first_token_and_doorbell(split: Split) -> None:
     wait_idle(split.ce, split.ce_tcp)
 
 
-def test_ce_killed_mid_push(split: Split) -> None:
+def test_ce_killed_mid_push(split: Breakable) -> None:
     """The PE lets go of everything, and serves the other CEs meanwhile and afterwards."""
     small, pe = split.small(), split.pe()
     dying = split.begin_push(small)
@@ -87,7 +87,7 @@ def test_ce_killed_mid_push(split: Split) -> None:
     assert pe.metric("kvrail_target_pages") == 0
 
 
-def test_without_a_pe_and_without_local_prefill(split: Split) -> None:
+def test_without_a_pe_and_without_local_prefill(split: Breakable) -> None:
     """--local-prefill never: requests under way and new ones end at once with 503 and the reason."""
     small, pe = split.small(), split.pe()
     dying = [split.begin_push(small), Asking(small, make_prompt(100))]

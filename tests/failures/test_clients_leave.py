@@ -10,12 +10,12 @@ import time
 import pytest
 
 from kit.asking import Asking, make_prompt
-from kit.split import Split, wait_idle
+from kit.breakable import Breakable, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_client_leaves_during_prefill(split: Split) -> None:
+def test_client_leaves_during_prefill(split: Breakable) -> None:
     """The prefill is not run to its end for nobody."""
     pe = split.pe()
     for ce in (split.ce, split.ce_tcp):
@@ -27,7 +27,7 @@ def test_client_leaves_during_prefill(split: Split) -> None:
         assert pe.metric("kvrail_first_tokens_total") == tokens
 
 
-def test_client_leaves_during_decode(split: Split) -> None:
+def test_client_leaves_during_decode(split: Breakable) -> None:
     """The sequence stops at once and frees its pages."""
     pe = split.pe()
     for ce in (split.ce, split.ce_tcp):
@@ -39,7 +39,7 @@ def test_client_leaves_during_decode(split: Split) -> None:
         assert not asking.error
 
 
-def test_abort_storm(split: Split) -> None:
+def test_abort_storm(split: Breakable) -> None:
     """Forty clients leave at random moments; then ten that stay get the single engine's answers."""
     pe = split.pe()
     ces = (split.ce, split.ce_tcp)

@@ -10,15 +10,15 @@ import time
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
+from kit.breakable import Breakable, wait_idle
 from kit.cluster import wait_until
-from kit.split import Split, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 FROZEN_S = 10.0
 
 
-def check_recovered(split: Split) -> None:
+def check_recovered(split: Breakable) -> None:
     """Links work again, prompts go to the PE again, nothing is held."""
     for ce in (split.ce, split.ce_tcp):
         split.wait_linked(ce)
@@ -28,7 +28,7 @@ def check_recovered(split: Split) -> None:
     wait_idle(split.pe(), split.ce, split.ce_tcp)
 
 
-def test_pe_freezes_mid_push(split: Split) -> None:
+def test_pe_freezes_mid_push(split: Breakable) -> None:
     """The CEs answer by themselves while it stands still; what it writes when it wakes up hits nobody."""
     pe = split.pe()
     askings = [split.begin_push(ce) for ce in (split.ce, split.ce_tcp)]
@@ -48,7 +48,7 @@ def test_pe_freezes_mid_push(split: Split) -> None:
     check_recovered(split)
 
 
-def test_ces_freeze_mid_push(split: Split) -> None:
+def test_ces_freeze_mid_push(split: Breakable) -> None:
     """The PE stays able to serve; the CEs finish what they had when they wake up."""
     pe = split.pe()
     ces = (split.ce, split.ce_tcp)
@@ -66,7 +66,7 @@ def test_ces_freeze_mid_push(split: Split) -> None:
     check_recovered(split)
 
 
-def test_cancel_overtakes_its_prefill_call(split: Split) -> None:
+def test_cancel_overtakes_its_prefill_call(split: Breakable) -> None:
     """The PE's front stands still, its rank does not: the cancel comes by link before the call comes by HTTP."""
     pe = split.pe()
     front = pe.process.pid

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
-from kit.split import LONG, PAGE_TOKENS, Split, wait_idle
+from kit.breakable import LONG, PAGE_TOKENS, Breakable, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_pe_pool_full(split: Split) -> None:
+def test_pe_pool_full(split: Breakable) -> None:
     """Its pool holds two of these prompts at a time: the others wait for their turn there."""
     pe = split.pe()
     askings = [Asking((split.ce, split.ce_tcp)[n % 2], make_prompt(LONG), max_tokens=2) for n in range(5)]
@@ -21,7 +21,7 @@ def test_pe_pool_full(split: Split) -> None:
     wait_idle(pe, split.ce, split.ce_tcp)
 
 
-def test_prompt_larger_than_the_pe_pool(split: Split) -> None:
+def test_prompt_larger_than_the_pe_pool(split: Breakable) -> None:
     """The PE refuses it; the CE, which has room, prefills it."""
     pe = split.pe()
     answer = ask(
@@ -32,7 +32,7 @@ def test_prompt_larger_than_the_pe_pool(split: Split) -> None:
     wait_idle(pe, split.ce)
 
 
-def test_ce_pool_and_queue_full(split: Split) -> None:
+def test_ce_pool_and_queue_full(split: Breakable) -> None:
     """Four at a time, twelve in its rank, three in the queue; the rest is refused, and told when to come back."""
     ce = split.small()
     askings = [Asking(ce, make_prompt(150), max_tokens=12) for _ in range(30)]
@@ -53,7 +53,7 @@ def test_ce_pool_and_queue_full(split: Split) -> None:
     wait_idle(split.pe(), ce)
 
 
-def test_answers_outgrow_the_ce_pool(split: Split) -> None:
+def test_answers_outgrow_the_ce_pool(split: Breakable) -> None:
     """Four answers that together need more pages than there are: some are set back, all come to their end."""
     ce = split.small()
     askings = [Asking(ce, make_prompt(150), max_tokens=150) for _ in range(4)]

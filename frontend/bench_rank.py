@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side of transfer-bench: pools, and for each measured way of moving pages an object that moves or awaits them.
+
+The sender plays a prefill engine, the receiver a completion engine; both go through the same links as real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.transfer.errors import TransferError
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.link_events import (
+    LaneInfo,
+    LinkKey,
+    LinkOptions,
+    LinkRefusal,
+    LinkUp,
+    PeerAddress,
+    Received,
+    WriterEvent,
+)
+from kvrail.transfer.links import Links
+from kvrail.transfer.memory import PAGE_POOL, HostPool, Pools
+from kvrail.transfer.ucx import open_context, open_reactor
+from kvrail.transfer.wire import Doorbell, encode
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["OPTIONS", "Indices", "LinkWay", "Memory", "SocketWay", "Way", "layout_of"]
+
+Indices = npt.NDArray[np.uint32]
+
+# What each lane is asked for with.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shm": {"lane": "shm"},
+    "put/cma": {"lane": "put", "put_transport": "cma"},
+    "put/tcp": {"lane": "put", "put_transport": "tcp"},
+}
+_BATCH_S = 60.0
+_IOV_MAX = 1024
+
+
+def layout_of(page_bytes: int) -> PageLayout:
+    """A layout whose page has exactly that many bytes (a multiple of 256)."""
+    return PageLayout(
+        model_id="transfer-bench",
+        layers=1,
+        kv_heads=1,
+        head_dim=page_bytes // 64,
+        dtype="bfloat16",
+        page_tokens=16,
+    )
+
+
+class Memory:
+    """The context and pools of one process, shared by all ways."""
+
+    def __init__(self, page_bytes: int, pages: int) -> None:
+        self.layout = layout_of(page_bytes)
+        self.context = open_context("auto", "127.0.0.1")
+        try:
+            self.pools = Pools.allocate(self.context, pages=pages, page_bytes=page_bytes)
+        except BaseException:
+            self.context.close()
+            raise
+        self.pool: HostPool = self.pools.pages
+        assert self.pool.buffer is not None
+        self.rows = np.frombuffer(self.pool.buffer, np.uint8).reshape(pages, page_bytes)
+
+    def close(self) -> None:
+        self.rows = np.zeros((0, 0), np.uint8)
+        self.pools.close()
+        self.context.close()
+
+
+class Way(Protocol):
+    """One way of moving pages from the sender's pool to the receiver's."""
+
+    def push(self, number: int, source: Indices, target: Indices) -> None:
+        """Sender: start moving; may return before it is done."""
+
+    def await_batch(self, number: int) -> int:
+        """Receiver: wait until the batch is known to be complete; time.monotonic_ns() of that moment."""
+
+    def settle(self) -> None:
+        """Sender, after the batch: what is left to do, outside of the measured time."""
+
+    def close(self) -> None: ...
+
+
+class LinkWay:
+    """Pages over a kvrail link; complete when the receiver's Python holds the doorbell."""
+
+    def __init__(self, memory: Memory, lane: str, folder: Path, *, accept: bool, spin_us: int) -> None:
+        self._memory = memory
+        self._reactor = open_reactor(memory.context, spin_us=spin_us, copy_threads=1)
+        options = LinkOptions(socket_dir=folder, heartbeat_s=1.0, **OPTIONS[lane])
+        self._links = Links(
+            reactor=self._reactor,
+            identity=(np.random.bytes(16), 0),
+            token=b"transfer-bench on this host only",
+            layout=memory.layout,
+            pools=memory.pools,
+            options=options,
+            accept=accept,
+        )
+        self._poller = select.poll()
+        self._poller.register(self._links.fileno(), select.POLLIN)
+        self.info: LaneInfo | None = None
+        self.refusal = ""
+        self._key: LinkKey | None = None
+        self._epoch = 0
+        self._writer: _ucx.Writer | None = None
+
+    @property
+    def address(self) -> list[Any]:
+        incarnation, *rest = self._links.address
+        return [incarnation.hex(), *rest]
+
+    def dial(self, address: list[Any]) -> None:
+        self._links.connect(PeerAddress(bytes.fromhex(address[0]), *address[1:]))
+
+    def turn(self, timeout_ms: int = 0) -> list[object]:
+        """Sleep until something happens, and take it. Notes the link's coming up or refusal."""
+        self._poller.poll(timeout_ms)
+        events: list[object] = list(self._links.poll(time.monotonic()))
+        for event in events:
+            if isinstance(event, LinkUp):
+                self.info, self._key, self._epoch = event.lane, event.key, event.epoch
+            elif isinstance(event, LinkRefusal):
+                self.refusal = event.reason
+        return events
+
+    @property
+    def decided(self) -> bool:
+        return self.info is not None or bool(self.refusal)
+
+    def push(self, number: int, source: Indices, target: Indices) -> None:
+        assert self._key is not None
+        self._writer = self._links.writer(self._key, number, _BATCH_S)
+        self._writer.push(PAGE_POOL, self._memory.pool.address, source, target)
+        bell = Doorbell(ticket=number.to_bytes(16, "little"), epoch=self._epoch, status="landed")
+        self._writer.ring(encode(bell))
+
+    def await_batch(self, number: int) -> int:
+        deadline = time.monotonic() + _BATCH_S
+        while time.monotonic() < deadline:
+            for event in self.turn(1000):
+                if isinstance(event, Received) and isinstance(event.message, Doorbell):
+                    seen = time.monotonic_ns()
+                    assert int.from_bytes(event.message.ticket, "little") == number
+                    return seen
+        raise TransferError(f"batch {number} did not arrive within {_BATCH_S} s")
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + _BATCH_S
+        while self._writer is not None:
+            for event in self.turn(1000):
+                if isinstance(event, WriterEvent) and event.kind == "rung":
+                    self._writer = None
+                elif isinstance(event, WriterEvent) and event.kind == "failed":
+                    raise TransferError(event.reason)
+            if time.monotonic() > deadline:
+                raise TransferError("the writer did not end")
+
+    def close(self) -> None:
+        self._writer = None
+        self._links.close()
+        self._reactor.close()
+
+
+class SocketWay:
+    """Pages over one TCP socket of loopback: an index list, then the pages, by writev and readv of 1024 pages a call.
+
+    This is what a careful program does without UCX. The calls are made from Python, the bytes move in C.
+    """
+
+    def __init__(self, memory: Memory, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+        assert memory.pool.buffer is not None
+        size = memory.pool.unit_bytes
+        view = memory.pool.buffer
+        self._pages = [view[at * size : (at + 1) * size] for at in range(memory.pool.units)]
+        self._iov = max(1, min(_IOV_MAX, (256 << 20) // size))
+
+    def push(self, number: int, source: Indices, target: Indices) -> None:
+        head = np.concatenate(([np.uint32(len(target))], target)).tobytes()
+        self._sock.sendall(head)
+        pages = [self._pages[page] for page in source.tolist()]
+        for at in range(0, len(pages), self._iov):
+            self._send(pages[at : at + self._iov])
+
+    def _send(self, pages: list[memoryview]) -> None:
+        sent = self._sock.sendmsg(pages)
+        while pages:
+            if sent < len(pages[0]):
+                if sent:
+                    pages[0] = pages[0][sent:]
+                sent = self._sock.sendmsg(pages)
+            else:
+                sent -= len(pages.pop(0))
+
+    def await_batch(self, number: int) -> int:
+        (count,) = np.frombuffer(self._exactly(4), np.uint32)
+        target = np.frombuffer(self._exactly(4 * int(count)), np.uint32)
+        pages = [self._pages[page] for page in target.tolist()]
+        for at in range(0, len(pages), self._iov):
+            some = pages[at : at + self._iov]
+            got, *_ = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)
+            if got != sum(map(len, some)):
+                raise TransferError("the socket ended within a batch")
+        return time.monotonic_ns()
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._sock.recv(size, socket.MSG_WAITALL)
+        if len(data) != size:
+            raise TransferError("the socket ended within a batch")
+        return data
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._pages = []
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused, with which status and body: always an OpenAI error that names the field, never a rank bothered."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kit.fake_rank import FakeRank, answers, output
+from kit.tiny_model import byte_level_tokenizer
+from kvrail.runtime.messages import Failed, Submit, ToFront, ToRank
+
+TOKENIZER = byte_level_tokenizer()
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def refused(
+    response: httpx.Response, status: int, param: str | None = None, says: str = ""
+) -> dict[str, Any]:
+    """The error of a response, checked for its form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.headers["x-request-id"]) == 32
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert says in error["message"]
+    return error
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+WRONG = [
+    (CHAT, {}, "messages", "is required"),
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": "Hi"}, "messages", "list"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'user'"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+        "text",
+    ),
+    (CHAT, {"messages": HI, "surprise": 1}, "surprise", "not a known field"),
+    (CHAT, {"messages": HI, "remote_host": "evil"}, "remote_host", "not a known field"),
+    (CHAT, {"messages": HI, "max_tokens": "5"}, "max_tokens", "integer"),
+    (CHAT, {"messages": HI, "max_tokens": True}, "max_tokens", "integer"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens", "greater"),
+    (CHAT, {"messages": HI, "max_completion_tokens": -1}, "max_completion_tokens", "greater"),
+    (CHAT, {"messages": HI, "temperature": 2.5}, "temperature", "less than"),
+    (CHAT, {"messages": HI, "temperature": "hot"}, "temperature", "number"),
+    (CHAT, {"messages": HI, "top_p": 0}, "top_p", "greater"),
+    (CHAT, {"messages": HI, "top_k": 1.5}, "top_k", "integer"),
+    (CHAT, {"messages": HI, "seed": 2**64}, "seed", "less than"),
+    (CHAT, {"messages": HI, "stream": "yes"}, "stream", "boolean"),
+    (CHAT, {"messages": HI, "stream_options": {"x": 1}}, "stream_options.x", "not a known field"),
+    (CHAT, {"messages": HI, "stop": ""}, "stop", "empty"),
+    (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
+    (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
+    (CHAT, {"messages": HI, "n": 2}, "n", "not supported"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    (CHAT, {"messages": HI, "top_logprobs": 21}, "top_logprobs", "less than"),
+    (CHAT, {"messages": HI, "logprobs": 1}, "logprobs", "boolean"),
+    (COMPLETIONS, {}, "prompt", "is required"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "one string"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "one string"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt", "one string"),
+    (COMPLETIONS, {"prompt": [10, 10**6]}, "prompt[1]", "no token id"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt[0]", "no token id"),
+    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
+    (COMPLETIONS, {"prompt": "\ud800"}, None, "surrogate"),
+]
+
+
+def test_wrong_requests(stand: Any) -> None:
+    at = stand(answers(ids("x")))
+    for path, body, param, says in WRONG:
+        error = refused(
+            at.client.post(path, content=json.dumps(body).encode(), headers=JSON), 400, param, says
+        )
+        assert error["type"] == "invalid_request_error", body
+    assert not [m for m in at.rank.received if isinstance(m, Submit)]
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_bodies_that_are_no_json_object(stand: Any) -> None:
+    at = stand(answers(ids("x")))
+    refused(at.client.post(CHAT, content=b'{"messages": ', headers=JSON), 400, None, "JSON")
+    refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400)
+    refused(at.client.post(CHAT, content=b"", headers=JSON), 400)
+    refused(at.client.post(CHAT, content=b"\xff\xfe", headers=JSON), 400)
+
+
+def test_too_long(stand: Any) -> None:
+    at = stand(answers(ids("x")), max_model_len=64)
+    error = refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 64}), 400, "prompt", "64 tokens")
+    assert error["code"] == "context_length_exceeded"
+    error = refused(
+        at.client.post(COMPLETIONS, json={"prompt": "a" * 60, "max_tokens": 5}),
+        400,
+        "max_tokens",
+        "60 tokens",
+    )
+    assert error["code"] == "context_length_exceeded"
+    refused(at.client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * 64}]}), 400, "messages")
+    # As much as fits is no fault.
+    assert at.client.post(COMPLETIONS, json={"prompt": "a" * 63, "max_tokens": 1}).status_code == 200
+
+
+def test_paths_and_methods(stand: Any) -> None:
+    at = stand(answers(ids("x")))
+    refused(at.client.get("/nowhere"), 404, None, "/nowhere")
+    refused(at.client.get(CHAT), 405)
+    refused(at.client.post("/prefill", content=b""), 404)
+    error = refused(at.client.post(CHAT, json={"model": "gpt", "messages": HI}), 404, "model", "gpt")
+    assert error["code"] == "model_not_found"
+    refused(at.client.get("/v1/models/gpt"), 404, "model")
+
+
+def test_bodies_are_bounded(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrail.frontend.envelope.BODY_LIMIT", 100_000)
+    at = stand(answers(ids("x")))
+    refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 200_000}), 413, None, "larger")
+
+
+def test_api_keys_guard_the_openai_routes_only(stand: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sesame\n")
+    at = stand(answers(ids("x")), api_key_file=str(tmp_path / "keys"))
+    for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer a-cluster-token-of-tests"}):
+        response = at.client.post(CHAT, json={"messages": HI}, headers=key)
+        assert refused(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        refused(at.client.get("/v1/models", headers=key), 401)
+        refused(at.client.post(CHAT, json={"surprise": 1}, headers=key), 401)
+    good = {"Authorization": "Bearer sesame"}
+    assert at.client.post(CHAT, json={"messages": HI}, headers=good).status_code == 200
+    for path in ("/health", "/ready", "/metrics", "/lanes"):
+        assert at.client.get(path).status_code == 200
+
+
+def test_before_the_model_is_loaded(stand: Any) -> None:
+    at = stand(answers(ids("x")), ready=False)
+    response = at.client.post(CHAT, json={"messages": HI})
+    refused(response, 503, None, "loading")
+    assert int(response.headers["retry-after"]) >= 1
+    assert at.client.get("/health").status_code == 200
+    ready = at.client.get("/ready")
+    assert (ready.status_code, ready.json()["reasons"]) == (503, ["rank 0: its process is starting"])
+    at.rank.send(at.rank.ready)
+    at.server.wait_ready()
+    assert at.client.post(CHAT, json={"messages": HI}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted", "kind"),
+    [
+        (400, 400, "invalid_request_error"),
+        (429, 429, "rate_limit_error"),
+        (500, 500, "server_error"),
+        (503, 503, "service_unavailable"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_rank_refuses_has_a_real_status(
+    stand: Any, status: int, wanted: int, kind: str, streamed: bool
+) -> None:
+    def refuse(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Submit):
+            yield Failed(request_id=message.request_id, status=status, reason="told so", retry_after_s=2.5)
+
+    at = stand(refuse)
+    response = at.client.post(CHAT, json={"messages": HI, "stream": streamed})
+    assert refused(response, wanted, None, "told so")["type"] == kind
+    assert response.headers.get("retry-after") == ("3" if status in (429, 503) else None)
+    assert f'outcome="http_{status}"' in at.client.get("/metrics").text
+
+
+def test_a_full_queue_answers_429_and_drains(stand: Any) -> None:
+    at = stand(lambda rank, message: (), queue_limit=1, max_queue=1)
+    done: list[httpx.Response] = []
+
+    def ask() -> None:
+        done.append(httpx.post(f"{at.server.url}{CHAT}", json={"messages": HI}, timeout=30, trust_env=False))
+
+    first = threading.Thread(target=ask)
+    first.start()
+    at.rank.wait_for(Submit)
+    second = threading.Thread(target=ask)
+    second.start()
+    at.server.wait_until("/metrics", lambda response: "kvrail_front_waiting 1.0" in response.text)
+    response = at.client.post(CHAT, json={"messages": HI})
+    assert refused(response, 429, None, "--max-queue")["type"] == "rate_limit_error"
+    assert int(response.headers["retry-after"]) >= 1
+    # The one that waits gets the place of the one that ends.
+    for count in (1, 2):
+        at.rank.send(output(at.rank.wait_for(Submit, count)[-1].request_id, ids("x"), "length"))
+    first.join(15)
+    second.join(15)
+    assert [response.status_code for response in done] == [200, 200]

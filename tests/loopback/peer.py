@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One end of a link with a pool of pages, in this process or (run as a script) in another one, told by JSON lines."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrail.transfer import ucx
+from kvrail.transfer.ucx import EventKind
+
+PUT, SHM = 0, 1  # the pool ids under which the other end's pages are imported
+
+
+class Peer:
+    """A link, its reactor, and `pages` pages of `page_bytes` in a sealed memfd, registered with UCX."""
+
+    def __init__(
+        self,
+        transport: ucx.PutTransport,
+        *,
+        pages: int = 64,
+        page_bytes: int = 4096,
+        cookie: int = 0x1234_5678_9ABC_DEF0,
+        spin_us: int = 0,
+        copy_threads: int = 1,
+        overrides: dict[str, str] | None = None,
+    ) -> None:
+        self.page_bytes = page_bytes
+        self.context = ucx.open_context(transport, "127.0.0.1", overrides=overrides)
+        self.reactor = ucx.open_reactor(self.context, spin_us=spin_us, copy_threads=copy_threads)
+        self.fd = os.memfd_create("pool", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, pages * page_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.memory = mmap.mmap(self.fd, pages * page_bytes)
+        self.data = np.frombuffer(self.memory, dtype=np.uint64).reshape(pages, page_bytes // 8)
+        self.base: int = self.data.ctypes.data
+        self.region = self.context.register(self.base, self.data.nbytes)
+        self.link = self.reactor.open_link(epoch=1, cookie=cookie)
+        self.epoll = select.epoll()
+        self.epoll.register(self.reactor.event_fd, select.EPOLLIN)
+        self.events: list[tuple[int, int, int, int, bytes]] = []
+
+    def card(self) -> dict[str, Any]:
+        """What the other end needs."""
+        return {
+            "address": self.link.address().hex(),
+            "base": self.base,
+            "nbytes": self.data.nbytes,
+            "page_bytes": self.page_bytes,
+            "key": self.region.packed_key().hex(),
+            "memfd": f"/proc/{os.getpid()}/fd/{self.fd}",
+        }
+
+    def join(self, card: dict[str, Any]) -> None:
+        """Connect to the other end, and import its pages for both lanes."""
+        self.link.connect(bytes.fromhex(card["address"]))
+        size = {"nbytes": card["nbytes"], "unit_bytes": card["page_bytes"]}
+        self.link.import_put(PUT, base=card["base"], key=bytes.fromhex(card["key"]), **size)
+        fd = os.open(card["memfd"], os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.link.import_shm(SHM, fd=fd, offset=0, **size)
+        finally:
+            os.close(fd)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Wait for the eventfd, and take what is there."""
+        if self.epoll.poll(timeout):
+            self.events += self.reactor.drain()
+
+    def take(
+        self, kind: EventKind, count: int = 1, timeout: float = 20.0
+    ) -> list[tuple[int, int, int, int, bytes]]:
+        """The first `count` events of that kind, in order, once they are there; AssertionError when they are not."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = [event for event in self.events if event[0] == kind][:count]
+            if len(found) == count:
+                for event in found:
+                    self.events.remove(event)
+                return found
+            left = deadline - time.monotonic()
+            assert left > 0, f"{count} {kind.name} wanted in {timeout} s, got {self.events}"
+            self.poll(min(left, 0.5))
+
+    def messages(self, count: int = 1) -> list[bytes]:
+        """The next `count` messages."""
+        return [event[4] for event in self.take(EventKind.MESSAGE, count)]
+
+    def none(self, kind: EventKind, within: float) -> bool:
+        """Whether no event of that kind comes within that time."""
+        deadline = time.monotonic() + within
+        while (left := deadline - time.monotonic()) > 0:
+            self.poll(left)
+        return not any(event[0] == kind for event in self.events)
+
+    def close(self) -> None:
+        """Everything, in the order that the layers ask for."""
+        self.link.close()
+        self.region.close()
+        self.reactor.close()
+        self.context.close()
+        self.epoll.close()
+        os.close(self.fd)
+
+
+class Server:
+    """The commands that the other process gives to its Peer. Each returns something that JSON can carry."""
+
+    def __init__(self) -> None:
+        self.peer: Peer
+
+    def open(self, **arguments: Any) -> dict[str, Any]:
+        self.peer = Peer(**arguments)
+        return self.peer.card()
+
+    def join(self, card: dict[str, Any]) -> None:
+        self.peer.join(card)
+
+    def send(self, messages: list[str]) -> None:
+        for message in messages:
+            self.peer.link.send(bytes.fromhex(message))
+
+    def messages(self, count: int) -> list[str]:
+        return [message.hex() for message in self.peer.messages(count)]
+
+    def words(self) -> list[int]:
+        """First word of each page."""
+        return self.peer.data[:, 0].tolist()
+
+    def checksums(self) -> list[int]:
+        pages = np.arange(len(self.peer.data), dtype=np.uint32)
+        return ucx.checksum_pages(self.peer.base, self.peer.page_bytes, pages).tolist()
+
+    def acknowledge(self, rounds: int, pages: list[int], each: int) -> int:
+        """Answer each doorbell (8 bytes: the round); count the rounds whose pages were not there yet."""
+        wrong = 0
+        for expected in range(1, rounds + 1):
+            (bell,) = self.peer.messages()
+            number = int.from_bytes(bell, "little")
+            assert number == expected
+            last = self.peer.data[pages[(number - 1) % len(pages)] :][:each, -1]
+            wrong += int(not (last == number).all())
+            self.peer.link.send(bell)
+        return wrong
+
+    def push(self, lane: int, pages: list[int], key: int, times: int) -> None:
+        """Write those pages over and over."""
+        self.writer = self.peer.link.writer(key, ttl_s=60.0)
+        indices = np.array(pages, dtype=np.uint32)
+        for _ in range(times):
+            self.writer.push(lane, self.peer.base, indices, indices)
+
+    def fill(self, word: int) -> None:
+        self.peer.data[:] = word
+
+    def fence(self) -> None:
+        self.peer.link.fence()
+        self.peer.take(EventKind.FENCED)
+
+    def kinds(self) -> list[int]:
+        self.peer.poll()
+        return [event[0] for event in self.peer.events]
+
+    def listening(self) -> list[str]:
+        """Local addresses (hex, as /proc shows them) of this process's listening TCP sockets."""
+        inodes = set()
+        for fd in Path("/proc/self/fd").iterdir():
+            try:
+                inodes.add(os.readlink(fd))
+            except OSError:
+                continue
+        found = []
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    found.append(fields[1].split(":")[0])
+        return found
+
+    def stats(self) -> dict[str, int]:
+        return self.peer.reactor.stats()
+
+    def close(self) -> None:
+        self.peer.close()
+
+
+def main() -> None:
+    """Serve commands on stdin until it closes."""
+    server = Server()
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        result = getattr(server, command)(**arguments)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transfer-bench runs with tiny sizes, measures every way, and notices when bytes do not arrive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrail.frontend import bench_rank, bench_session
+from kvrail.frontend.bench_nixl import nixl_version
+from kvrail.frontend.transfer_bench import Plan, Record, measure
+
+pytestmark = pytest.mark.process
+
+FIELDS = {
+    "lane",
+    "transport",
+    "memory",
+    "page_bytes",
+    "pages",
+    "median_us",
+    "p99_us",
+    "gb_per_s",
+    "us_per_page",
+    "verified",
+}
+
+
+def test_command_writes_table_and_records(tmp_path: Path) -> None:
+    out = tmp_path / "records.json"
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvrail.frontend.transfer_bench",
+        "--page-bytes",
+        "4096",
+        "--pages",
+        "8",
+    ]
+    done = subprocess.run(
+        [*command, "--rounds", "2", "--no-latency", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    records = json.loads(out.read_text())
+    ways = {(record["lane"], record["transport"]) for record in records}
+    expected = {("shm", "memcpy"), ("put", "cma"), ("put", "tcp"), ("socket", "tcp"), ("memcpy", "memcpy")}
+    assert ways - {("nixl", "ucx")} == expected
+    for record in records:
+        assert record.keys() >= FIELDS
+        assert record["verified"] is True
+        assert (record["page_bytes"], record["pages"], record["rounds"]) == (4096, 8, 2)
+        assert 0 < record["median_us"] <= record["p99_us"]
+        # Both are rounded.
+        assert record["gb_per_s"] == pytest.approx(8 * 4096 / record["median_us"] / 1000, rel=0.05, abs=1e-3)
+    for words in ("put/cma", "nccl: not measured: no GPU"):
+        assert words in done.stdout
+    if nixl_version() is None:
+        assert "nixl: not measured: not installed" in done.stdout
+
+
+def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that leaves one page out: the poison stays there, and the record says so."""
+    push = bench_rank.LinkWay.push
+
+    def forgetful(
+        self: bench_rank.LinkWay, number: int, source: bench_rank.Indices, target: bench_rank.Indices
+    ) -> None:
+        push(self, number, source[:-1], target[:-1])
+
+    monkeypatch.setattr(bench_session.LinkWay, "push", forgetful)
+    (record,) = measure(Plan(((4096, 4),), ("shm",), 1, latency=False), say=print)
+    assert isinstance(record, Record)
+    assert record.verified is False
+
+
+def test_bad_arguments_are_refused() -> None:
+    command = [sys.executable, "-P", "-m", "kvrail.frontend.transfer_bench"]
+    for wrong, word in ((["--page-bytes", "5000"], "multiple of 4096"), (["--way", "pigeon"], "pigeon")):
+        done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        assert word in done.stderr
