@@ -23,7 +23,16 @@ from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats
 from kvrail.runtime.rank_stats import pool_gauges
 from kvrail.transfer.checksums import pack_checksums, page_checksums
 from kvrail.transfer.errors import LinkLost
-from kvrail.transfer.link_events import LinkDown, LinkEvent, LinkKey, LinkUp, PeerBeat, Received, WriterEvent
+from kvrail.transfer.link_events import (
+    LinkDown,
+    LinkEvent,
+    LinkKey,
+    LinkUp,
+    PeerBeat,
+    Proven,
+    Received,
+    WriterEvent,
+)
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
@@ -120,6 +129,8 @@ class Prefilling:
                 self._sender.link_up(now, key, epoch)
             case LinkDown(key, epoch, reason):
                 self._sender.link_down(now, key, epoch, reason)
+            case Proven(key, epoch):
+                self._sender.proven(key, epoch)
             case Received(key, message):
                 self._sender.on_message(now, key, message)
             case PeerBeat(key, beat):

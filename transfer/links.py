@@ -84,6 +84,7 @@ class Links:
         self._by_id: dict[int, RankLink] = {}
         self._current: dict[LinkKey, RankLink] = {}
         self._processes = PeerProcesses(self._selector, self._process_gone)
+        self._process_proofs: dict[LinkKey, list[Proven]] = {}
         self._test_writers = itertools.count(FIRST_TEST_WRITER)
         self._beats_due_at = 0.0
         self._stale = 0
@@ -332,6 +333,7 @@ class Links:
         link.native.close()
         if link.was_up and (link.fence == "worker" or self._listener is not None):
             self._events.append(Proven(link.key, link.epoch, "worker"))
+        self._tell_process_proofs(link.key)
 
     def _process_gone(self, key: LinkKey, now: float) -> None:
         """The peer's process has ended: nothing of it can write any more, and it never comes back."""
@@ -340,7 +342,13 @@ class Links:
             self._dialer.unwant(key)
         if link is not None:
             self._end(link, "the peer's process has ended", now)
-        self._events += self._processes.forget(key)
+        self._process_proofs[key] = self._processes.forget(key)
+        self._tell_process_proofs(key)
+
+    def _tell_process_proofs(self, key: LinkKey) -> None:
+        """A dead process writes nothing, but bytes of it may still wait in a worker's tcp sockets: both must be gone."""
+        if not any(link.key == key for link in self._by_id.values()):
+            self._events += self._process_proofs.pop(key, [])
 
     def _up(self, key: LinkKey) -> RankLink:
         link = self._current.get(key)

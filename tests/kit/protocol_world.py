@@ -12,9 +12,19 @@ from typing import Any
 
 from kit.simulated_pe import CE, LAYOUT, Connection, Process, SimWriter
 from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.granted_ticket import Ticket
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
-from kvrail.transfer.tickets import Fence, FirstTokenReady, Landed, Lost, ReceiverEffect, Send, owner_of
+from kvrail.transfer.tickets import (
+    Fence,
+    FirstTokenReady,
+    Landed,
+    LinkKey,
+    Lost,
+    ReceiverEffect,
+    Send,
+    owner_of,
+)
 from kvrail.transfer.wire import Beat, HandOff, LinkMessage
 
 __all__ = ["World"]
@@ -25,9 +35,11 @@ PAGES, SLOTS, SHARE = 24, 6, 0.5
 class Request:
     """What the CE's caller knows of one request."""
 
-    def __init__(self, ticket: bytes, tokens: int) -> None:
-        self.ticket = ticket
-        self.tokens = tokens
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket.id
+        self.link = ticket.link
+        self.epoch = ticket.epoch
+        self.tokens = ticket.token_end
         self.first: HandOff | None = None
         self.end = ""
 
@@ -88,7 +100,7 @@ class World:
             assert self.receiver.held(link) == before
             return
         assert self.current(host) is not None, "a grant needs a link that is up"
-        self.requests[ticket.request_id] = Request(ticket.id, tokens)
+        self.requests[ticket.request_id] = Request(ticket)
         self.calls.append((host, ticket.request_id, ticket.id))
         self.carry_out()
 
@@ -264,8 +276,12 @@ class World:
         gauges = self.receiver.gauges()
         assert self.pool.quarantined == gauges["quarantined_pages"]
         assert self.pool.owned == gauges["ticket_pages"] + sum(map(len, self.sequences.values()))
+        held: Counter[LinkKey] = Counter()
+        for request in self.requests.values():
+            owner = owner_of(request.ticket)
+            held[request.link] += len(self.pool.pages_of(owner)) + len(self.pool.quarantined_of(owner))
         for process in self.processes:
-            assert self.receiver.held(process.key) <= SHARE * PAGES
+            assert self.receiver.held(process.key) == held[process.key] <= SHARE * PAGES
             words = (*process.last_words.values(), *process.doubts.values())
             assert all(count <= 1 for count in words), "a ticket has one last message"
         for name, held in self.sequences.items():

@@ -215,7 +215,8 @@ class Process:
         prefill.done = min(prefill.tokens, prefill.done + tokens)
         first_page = len(prefill.pages) - LAYOUT.pages_for(prefill.tokens)
         for index, page in enumerate(prefill.pages[first_page:]):
-            self.memory[(0, page)] = (prefill.ticket, index)
+            whole = min(prefill.tokens, (index + 1) * LAYOUT.page_tokens) <= prefill.done
+            self.memory[(0, page)] = (prefill.ticket, index) if whole else JUNK
         state = prefill.pages[0]
         self.memory[(1, state)] = (prefill.ticket, "state")
         over = prefill.done >= prefill.tokens
