@@ -203,12 +203,15 @@ class Completion:
         if message.peer is None:
             self._prefill_here(request, None)
         elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
-            self._lost(
-                request,
+            reason = (
                 f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
-                f"({self._largest_ticket}: --link-share)",
-                None,
+                f"({self._largest_ticket}: --link-share)"
             )
+            if message.fallback:
+                self._lost(request, reason, None)
+            else:
+                # Trying again would help nobody.
+                self._fail(request, 400, f"the prompt is too long to be prefilled elsewhere: {reason}", None)
         else:
             self._waiting.append(request)
 
@@ -229,9 +232,11 @@ class Completion:
         assert peer is not None
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
         taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
+        if taken >= self._seats:
+            # Answers end, and their seats become free; only the wait for room may be in vain.
+            request.deadline = now + _ROOM_WITHIN_S
+            return False
         try:
-            if taken >= self._seats:
-                raise NoPages(f"all {self._seats} seats of the batch are taken (--max-num-seqs)")
             ticket = self._receiver.grant(
                 now,
                 request.id,
