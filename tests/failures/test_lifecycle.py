@@ -25,6 +25,8 @@ from kit.slow_model import write_slow_model
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 WITHIN_S = 5.0
+# A prompt that is computed in one step of seconds, and the pool that holds it.
+LONGEST = 1700
 POOL = ("--kv-pages", "128", "--link-share", "0.9")
 
 
@@ -96,34 +98,34 @@ def test_ce_before_pe_then_orderly_stops(start, folder: Path) -> None:  # type: 
     ce = start("ce", "--pe-url", f"http://127.0.0.1:{port}", "--lane", "put").wait_ready()
     early = ask(ce, make_prompt(30))
     assert (early.status, early.route, early.error) == (200, "local", ""), early.summary
-    pe = start("pe", "--max-num-batched-tokens", "16", port=port).wait_ready()
+    pe = start("pe", "--max-num-batched-tokens", "2048", port=port).wait_ready()
     wait_until(lambda: ce.metric("kvrail_link_up") == 1, 40, "the link is up", ce, pe)
     late = ask(ce, early.prompt)
     assert (late.status, late.route, late.tokens) == (200, "remote", early.tokens), late.summary
     wait_idle(ce, pe)
     check_listeners(ce, pe)
 
-    # SIGTERM to the CE's front: the stream ends with an error event within the grace.
-    traces = Traces(ce)
-    streaming = Asking(ce, make_prompt(50), max_tokens=1900)
-    assert streaming.first_token.wait(30)
-    started = time.monotonic()
-    ce.process.terminate()
-    streaming.wait(WITHIN_S)
-    assert not streaming.torn, streaming.summary
-    assert "stopping" in streaming.error
-    traces.check_gone(started)
-    assert ce.process.returncode == 0
-    assert not any(path.exists() for path in traces.folders)
-    wait_idle(pe)
-
-    # Ctrl-C reaches the whole group of the PE.
+    # Ctrl-C reaches the whole group of the PE, while its rank is in the middle of one long step.
     traces = Traces(pe)
+    long = Asking(ce, make_prompt(LONGEST))
+    wait_until(lambda: ce.metric("kvrail_tickets") == 1, 20, "the prompt is at the PE", ce, pe)
     started = time.monotonic()
     os.killpg(pe.process.pid, signal.SIGINT)
     traces.check_gone(started)
     assert pe.process.returncode == 0
     assert not any(path.exists() for path in traces.folders)
+
+    # SIGTERM to the CE's front, while its rank prefills that prompt in one step; its client is told why it ends.
+    traces = Traces(ce)
+    wait_until(lambda: ce.metric("kvrail_prefill_fallbacks_total") == 1, 20, "the CE prefills by itself", ce)
+    started = time.monotonic()
+    ce.process.terminate()
+    traces.check_gone(started)
+    assert ce.process.returncode == 0
+    assert not any(path.exists() for path in traces.folders)
+    long.wait(WITHIN_S)
+    assert not long.torn, long.summary
+    assert long.tokens or (long.status == 503 and "stopping" in long.error), long.summary
 
 
 def check_listeners(*servers: Server) -> None:
@@ -168,3 +170,23 @@ def test_front_killed_and_rank_killed(start, folder: Path) -> None:  # type: ign
     assert second.process.returncode == 1
     assert second.logged("rank 0 ended with exit status -9")
     assert not any(path.exists() for path in traces.folders)
+
+
+def test_stopped_while_streaming_and_while_loading(start, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    """SIGTERM: a stream ends with an error event within the grace; a role that still loads just goes."""
+    server = start("single").wait_ready()
+    traces = Traces(server)
+    streaming = Asking(server, make_prompt(50), max_tokens=1900)
+    assert streaming.first_token.wait(30)
+    loading = start("single")
+    wait_until(lambda: len(loading.pids()) == 2, 30, "its rank has been started", loading)
+    both = [(traces, time.monotonic()), (Traces(loading), time.monotonic())]
+    for each, _ in both:
+        each.server.process.terminate()
+    streaming.wait(WITHIN_S)
+    assert not streaming.torn, streaming.summary
+    assert "stopping" in streaming.error
+    for each, started in both:
+        each.check_gone(started)
+        assert each.server.process.returncode == 0, each.server.tail()
+        assert not any(path.exists() for path in each.folders)

@@ -51,27 +51,43 @@ def test_pe_restarted_while_requests_run(split: Breakable) -> None:
     wait_idle(pe, split.ce, split.ce_tcp)
 
 
-def test_pe_killed_between_first_token_and_doorbell(split: Breakable) -> None:
+def test_pe_lost_between_first_token_and_doorbell(split: Breakable) -> None:
     """The first token stays, the second is computed here, and none is given twice."""
     # One step for the whole prompt, so that all its pages travel after the first token.
     pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.ce_tcp
     before = ce.metric("kvrail_prefill_fallbacks_total")
-    for _ in range(8):
-        asking = Asking(ce, make_prompt(2 * LONG))
-        assert asking.first_token.wait(60)
-        pe.freeze()
-        time.sleep(0.4)  # the CE's gauges are at most a quarter of a second old
-        if ce.metric("kvrail_tickets"):
-            break
-        pe.thaw()
-        split.check(asking.wait())
-    else:
-        pytest.fail("the doorbell was always faster")
-    pe.kill()
+
+    # A PE that freezes there and comes back: its doorbell is too late.
+    asking = freeze_before_doorbell(split)
     split.check(asking.wait())
     assert asking.route == "remote"
     assert ce.metric("kvrail_prefill_fallbacks_total") == before + 1
+    pe.thaw()
+    wait_idle(pe, split.ce, split.ce_tcp)
+
+    split.wait_linked(ce)
+    asking = freeze_before_doorbell(split)
+    pe.kill()
+    split.check(asking.wait())
+    assert asking.route == "remote"
+    assert ce.metric("kvrail_prefill_fallbacks_total") == before + 2
     wait_idle(split.ce, split.ce_tcp)
+
+
+def freeze_before_doorbell(split: Breakable) -> Asking:
+    """A request whose first token is out while its doorbell is not; the PE stands still."""
+    pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.ce_tcp
+    for _ in range(8):
+        asking = Asking(ce, make_prompt(2 * LONG))
+        assert asking.first_token.wait(60)
+        landed = ce.metric("kvrail_ticket_landed_total")
+        pe.freeze()
+        time.sleep(0.4)  # the CE's counters are at most a quarter of a second old
+        if ce.metric("kvrail_ticket_landed_total") == landed and not asking.tokens[1:]:
+            return asking
+        pe.thaw()
+        split.check(asking.wait())
+    raise AssertionError("the doorbell was always faster")
 
 
 def test_ce_killed_mid_push(split: Breakable) -> None:

@@ -53,6 +53,15 @@ def test_ce_pool_and_queue_full(split: Breakable) -> None:
     wait_idle(split.pe(), ce)
 
 
+def test_prompt_larger_than_a_link_may_hold(split: Breakable) -> None:
+    """Where the CE must not prefill, such a prompt can never be served: no answer that invites to try again."""
+    ce = split.small()
+    answer = ask(ce, make_prompt(45 * PAGE_TOKENS))
+    assert (answer.status, answer.retry_after) == (400, None), answer.summary
+    assert "--link-share" in answer.error
+    wait_idle(ce)
+
+
 def test_answers_outgrow_the_ce_pool(split: Breakable) -> None:
     """Four answers that together need more pages than there are: some are set back, all come to their end."""
     ce = split.small()
