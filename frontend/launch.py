@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import faulthandler
 import logging
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -34,8 +37,27 @@ def launch_role(config: LaunchConfig) -> int:
     token = load_cluster_token(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
+    found = _with_model_folder(config)
+    if found is None:
+        return 2
+    config = found
     with RankProcesses(config, token) as ranks:
         return asyncio.run(_run(config, ranks, token, listener))
+
+
+def _with_model_folder(config: LaunchConfig) -> LaunchConfig | None:
+    """The same settings, with --model as a folder that the front and all ranks can load; None: there is none.
+
+    Fetching and converting happen here, once, in a process of their own: they need torch, and this one does not.
+    """
+    folder = Path(config.model).expanduser()
+    if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+        command = [sys.executable, "-P", "-m", "kvrail.frontend.cli", "convert", config.model]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return None  # It has said why.
+        folder = Path(done.stdout.strip())
+    return dataclasses.replace(config, model=str(folder.resolve()), served_model_name=config.model_name)
 
 
 async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listener: object) -> int:

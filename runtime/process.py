@@ -27,6 +27,9 @@ from kvrail.runtime.errors import ConfigError
 __all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
+# Bytes that a Unix socket's path may have, and that "/link-<12 digits>-<rank>.sock" needs at most.
+_LONGEST_SOCKET_PATH = 107
+_LONGEST_NAME = 30
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,5 +122,8 @@ def _private_directory(config: LaunchConfig) -> Path:
         if pid and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
     directory = base / f"{config.role}-{os.getpid()}-{secrets.token_hex(3)}.run"
+    # Said now, and not when a model has been loaded.
+    if len(os.fsencode(directory)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
+        raise ConfigError(f"{base} is too long for the paths of Unix sockets: give a shorter --runtime-dir")
     directory.mkdir(mode=0o700)
     return directory
