@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +59,7 @@ class LaunchConfig:
         "chat", "default of enable_thinking in the chat template"
     )
     lane: Literal["auto", "shm", "put"] = _setting(
-        "auto", "how pages travel: shared memory, UCX put, or the best"
+        "auto", "how pages travel (shared memory, UCX put, or the best of both)"
     )
     put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
     require_lane: str | None = _setting(
@@ -95,8 +94,9 @@ class LaunchConfig:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
-        _require(self.port is None or 0 <= self.port <= 65535, f"--port {self.port}: 0 to 65535")
-        _require(self.device == "cpu", f"--device {self.device}: cpu")
+        _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
+        for url in self.pe_url:
+            _require(_is_http_url(url), f"--pe-url {url}: a URL such as http://127.0.0.1:8889")
         _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
         # Page indices are 32 bits wide.
         _require(
@@ -131,10 +131,9 @@ class LaunchConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
         )
-        self._check_lanes()
+        _require(self.device == "cpu", f"--device {self.device}: cpu")
+        _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
-        for url in self.pe_url:
-            _require(_is_http_url(url), f"--pe-url {url}: give http://HOST:PORT")
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
             "--local-prefill never needs at least one --pe-url",
@@ -143,19 +142,6 @@ class LaunchConfig:
             _require(
                 is_loopback(host) or self.token_file is not None,
                 f"{flag} {host} is not loopback: give the cluster token with --token-file",
-            )
-
-    def _check_lanes(self) -> None:
-        required = self.require_lane
-        _require(
-            required is None or re.fullmatch(r"shm|put(/[a-z0-9_]+)?", required) is not None,
-            f"--require-lane {required}: shm, put, put/cma or put/tcp",
-        )
-        for flag, given in (("--lane", self.lane), ("--put-transport", self.put_transport)):
-            wanted = (required or "").partition("/")[0 if flag == "--lane" else 2]
-            _require(
-                not wanted or given in ("auto", wanted),
-                f"{flag} {given} and --require-lane {required} exclude each other",
             )
 
     @property
@@ -192,6 +178,20 @@ def _is_http_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number, an IPv6 address without its bracket
         return False
+
+
+def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
+    """Refuse a --require-lane that no lane is called, or that the other flags rule out."""
+    if required is None:
+        return
+    name, slash, transport = required.partition("/")
+    known = name == "put" and bool(transport) if slash else name in ("shm", "put")
+    _require(known, f"--require-lane {required}: shm, put, put/cma or put/tcp")
+    _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
+    _require(
+        not transport or put_transport in ("auto", transport),
+        f"--require-lane {required} cannot hold with --put-transport {put_transport}",
+    )
 
 
 def is_loopback(host: str) -> bool:

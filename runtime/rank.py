@@ -7,7 +7,6 @@ came of it. Idle, it sleeps in poll on the front's socket and the links' descrip
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
@@ -158,14 +157,21 @@ def main() -> None:
         level=spec.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {spec.config.role} rank {spec.rank} %(name)s: %(message)s",
     )
+    status = 0
     # Leaving the context sends what is queued (LINGER) and closes it.
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
-        _serve(spec, Front(socket, spec.endpoint))
+        try:
+            _serve(spec, Front(socket, spec.endpoint))
+        except (ConfigError, TransferError) as error:
+            # For whoever wrote the flags: what is wrong, and not where in the code that was found.
+            _log.error("%s", error)
+            _log.debug("raised here", exc_info=True)
+            status = 2
     # All that matters is closed, in order. What is left is the interpreter taking torch apart, object by object:
     # seconds of a busy core, while whoever stopped this role waits.
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _serve(spec: RankSpec, front: Front) -> None:
@@ -178,13 +184,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
     disable_progress_bar()
 
     incarnation = secrets.token_bytes(16)
-    with contextlib.ExitStack() as stack:
-        try:
-            rank = stack.enter_context(build_rank(spec, incarnation, front.send))
-        except (ConfigError, TransferError) as error:
-            # A setting that cannot work: one clear line, no traceback.
-            _log.error("cannot start: %s", error)
-            sys.exit(2)
+    with build_rank(spec, incarnation, front.send) as rank:
         loop = Loop(front, rank.role, rank.links_fd, rank.poll_links)
 
         def stop(*_: object) -> None:
@@ -212,3 +212,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
 
 if __name__ == "__main__":
     main()
+    # Everything that others can notice is closed. Taking down an interpreter with torch in it costs a second of the
+    # five in which a role must be gone.
+    logging.shutdown()
+    os._exit(0)
