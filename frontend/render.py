@@ -56,15 +56,11 @@ class Renderer:
 
     @classmethod
     def load(cls, model: str | Path, *, thinking: bool = False) -> Renderer:
-        """From whatever --model may name. Raises ConfigError when it has no usable tokenizer.
+        """From a model folder (whoever launches has made one of a GGUF file or a hub name).
 
-        What is no model folder yet (GGUF, hub) is made one: here or by a rank, whoever comes first.
+        Raises ConfigError when it has no usable tokenizer.
         """
         path = Path(model)
-        if not (path / "tokenizer.json").is_file():
-            from kvrail.runtime.checkpoint import resolve_model  # it brings torch
-
-            path = resolve_model(str(model))
         if not (path / "tokenizer.json").is_file():
             return _through_transformers(path, thinking)
         config = _json(path / "tokenizer_config.json")
