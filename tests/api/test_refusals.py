@@ -171,6 +171,8 @@ def test_before_the_model_is_loaded(stand: Any) -> None:
     refused(response, 503, None, "loading")
     assert int(response.headers["retry-after"]) >= 1
     assert at.client.get("/health").status_code == 200
+    assert at.client.head("/health").status_code == 200
+    assert at.client.head("/ready").status_code == 503
     ready = at.client.get("/ready")
     assert (ready.status_code, ready.json()["reasons"]) == (503, ["rank 0: its process is starting"])
     at.rank.send(at.rank.ready)
