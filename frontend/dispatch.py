@@ -20,7 +20,7 @@ import msgspec
 
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.runtime.config import LaunchConfig
-from kvrail.runtime.control.admission import Admission
+from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
@@ -89,7 +89,7 @@ class Dispatcher:
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
-                async with contextlib.aclosing(self._on_rank(job, place.route)) as outputs:
+                async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
                         place.prefilled()
                         note.output(output, self._metrics)
@@ -105,9 +105,9 @@ class Dispatcher:
         finally:
             note.end(self._metrics)
 
-    async def _on_rank(self, job: Job, route: Route) -> AsyncGenerator[Output, None]:
+    async def _on_rank(self, job: Job, place: Place) -> AsyncGenerator[Output, None]:
         """Submit, call the prefill engine when the pages are granted, and yield outputs."""
-        rank, peer = self._ranks[route.rank], route.peer
+        rank, peer = self._ranks[place.route.rank], place.route.peer
         submit = Submit(
             request_id=job.request_id,
             tokens=pack_u32(job.tokens),
@@ -117,6 +117,8 @@ class Dispatcher:
         )
         call: asyncio.Task[None] | None = None
         with rank.submit(submit) as request:
+            # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
+            request.on_end = place.leave
             try:
                 async for event in request:
                     match event:

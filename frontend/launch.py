@@ -63,18 +63,27 @@ def _with_model_folder(config: LaunchConfig) -> LaunchConfig | None:
 async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listener: object) -> int:
     clients = [RankClient(number, endpoint) for number, endpoint in enumerate(ranks.endpoints)]
     stop = asyncio.Event()
+    # From before the first rank to after the last one; in between, the server has handlers of its own.
+    _heed_signals(stop)
     ranks.start()
     watcher = asyncio.create_task(_watch(ranks, stop))
     progress = asyncio.create_task(_show_loading(config, clients))
     try:
         await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
     finally:
+        _heed_signals(stop)
         failed = watcher.done() and watcher.result()
         for task in (watcher, progress):
             task.cancel()
         await asyncio.gather(watcher, progress, return_exceptions=True)
     await asyncio.to_thread(ranks.stop)
     return 1 if failed else 0
+
+
+def _heed_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT ask for an orderly stop, also where they would end the process and leave its folder."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.dispatch import Dispatcher, Job
@@ -54,7 +55,7 @@ def openai_routes(
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
     class KeyedRoute(APIRoute):
-        """Asks for the key before the body is read."""
+        """Asks for the key, and what kind of body comes, before the body is read."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
@@ -62,6 +63,9 @@ def openai_routes(
             async def guarded(request: Request) -> Response:
                 if not keys.allow(request.headers.get("authorization")):
                     raise Unauthorized("give a valid API key: Authorization: Bearer …")
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if request.method == "POST" and kind != "application/json":
+                    raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
                 return await handle(request)
 
             return guarded

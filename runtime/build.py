@@ -36,6 +36,8 @@ _GIB = 1 << 30
 _DEFAULT_POOL_GIB = 1.0
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
+# A cancel that stays unanswered for longer ends the link (where that proves anything).
+_ANSWER_AT_LEAST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def _role(
         rank=rank,
         link_share=config.link_share,
         ttl_s=config.ticket_ttl_s,
+        # A prefill engine answers between two steps: what bounds a step without progress bounds an answer, too.
+        answer_s=max(_ANSWER_AT_LEAST_S, config.ticket_ttl_s),
     )
     completion = Completion(
         engine=engine,

@@ -113,6 +113,7 @@ class Completion:
         self._board = LinkBoard(send)
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Request] = deque()
+        self._stalled_since = 0.0
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
 
@@ -181,6 +182,7 @@ class Completion:
         self._carry_out(now)
         self._grant_waiting(now)
         self._carry_out(now)
+        self._refuse_stalled(now)
         if self._outputs:
             self._send(Outputs(items=self._outputs))
             self._outputs = []
@@ -203,12 +205,15 @@ class Completion:
         if message.peer is None:
             self._prefill_here(request, None)
         elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
-            self._lost(
-                request,
+            reason = (
                 f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
-                f"({self._largest_ticket}: --link-share)",
-                None,
+                f"({self._largest_ticket}: --link-share)"
             )
+            if message.fallback:
+                self._lost(request, reason, None)
+            else:
+                # Trying again would help nobody.
+                self._fail(request, 400, f"the prompt is too long to be prefilled elsewhere: {reason}", None)
         else:
             self._waiting.append(request)
 
@@ -229,9 +234,11 @@ class Completion:
         assert peer is not None
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
         taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
+        if taken >= self._seats:
+            # Answers end, and their seats become free; only the wait for room may be in vain.
+            request.deadline = now + _ROOM_WITHIN_S
+            return False
         try:
-            if taken >= self._seats:
-                raise NoPages(f"all {self._seats} seats of the batch are taken (--max-num-seqs)")
             ticket = self._receiver.grant(
                 now,
                 request.id,
@@ -253,6 +260,20 @@ class Completion:
         if self._requests.get(request.id) is request and request.phase == "granted":
             self._send(Granted(request_id=request.id, ticket=ticket.id))
         return True
+
+    def _refuse_stalled(self, now: float) -> None:
+        """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
+        who wait, so that the others may fit.
+        """
+        waiting = (
+            [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
+        )
+        if not waiting:
+            self._stalled_since = now
+        elif now - self._stalled_since > _ROOM_WITHIN_S:
+            self.engine.abort(waiting[0].id)
+            held = f"{self._pool.quarantined} pages are in quarantine"
+            self._fail(waiting[0], 503, f"no room within {_ROOM_WITHIN_S:.0f} s: {held}", 2.0)
 
     def _prefill_here(self, request: _Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""

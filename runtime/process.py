@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank processes: started by the front, told their settings on stdin, gone whenever the front is gone.
 
-Three nets keep a rank from outliving its front: a Shutdown message (orderly stop), SIGTERM then SIGKILL from the
-front's `stop`, and the kernel's parent-death signal (the front crashed or was killed).
+Three nets keep a rank from outliving its front: a Shutdown message or SIGTERM (orderly stop, between two steps),
+SIGKILL from the front's `stop`, and the kernel's parent-death signal (the front crashed or was killed).
 """
 
 from __future__ import annotations
@@ -93,15 +93,16 @@ class RankProcesses:
         """(rank, exit code) of each rank process that has ended."""
         return [(n, p.returncode) for n, p in enumerate(self.processes) if p.poll() is not None]
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        """Wait for ranks that were told to stop; then SIGTERM, then SIGKILL. Removes the socket folder."""
-        for kill, wait_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+    def stop(self, grace_s: float = 1.5) -> None:
+        """Let ranks end by themselves for a while, then kill them. Removes the socket folder.
+
+        A rank in the middle of a long step hears of no signal before the step is over, and none is waited for: all
+        of it is the kernel's to clean up.
+        """
+        for kill, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
             alive = [p for p in self.processes if p.poll() is None]
-            if not alive:
-                break
             for process in alive:
-                if kill is not None:
-                    process.send_signal(kill)
+                process.send_signal(kill)
             deadline = time.monotonic() + wait_s
             for process in alive:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,8 +113,11 @@ class RankProcesses:
 def _private_directory(config: LaunchConfig) -> Path:
     """A fresh folder for this role under the runtime folder, both of mode 0700; clears those of dead roles."""
     base = config.resolved_runtime_dir()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = base.stat()
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = base.stat()
+    except OSError as error:
+        raise ConfigError(f"--runtime-dir {base} cannot be used: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{base} must belong to this user with mode 0700: repair it, or give --runtime-dir")
     for old in base.glob("*.run"):

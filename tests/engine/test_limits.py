@@ -49,6 +49,32 @@ def test_ends_at_max_model_len(models, prompt, greedy) -> None:
     rig.assert_idle()
 
 
+def test_a_prefill_alone_does_not_end_the_answer_for_its_own_length(models, prompt, greedy) -> None:
+    rig = models.rig(max_model_len=40)
+    one = prompt(39)
+    for count, reason in ((8, None), (1, "length")):
+        rig.engine.add("a", one, greedy(count), prefill_only=True)
+        last = rig.step()[-1]
+        assert (last.token, last.finish_reason) == (models.expected(one, 1)[0], reason)
+        rig.engine.release("a")
+    rig.assert_idle()
+
+
+def test_a_prompt_gets_on_while_decoding_fills_the_budget(models, prompt, greedy) -> None:
+    rig = models.rig(max_num_batched_tokens=16, max_num_seqs=40)
+    for number in range(20):
+        rig.pool.allocate("ticket", 1)
+        one = prompt(5, number)
+        rig.engine.adopt(f"s{number}", one, greedy(40), owner="ticket", first_token=9, cached_tokens=0)
+    rig.engine.add("late", prompt(40), greedy(2))
+    for _ in range(5):
+        rig.step()
+    assert rig.tokens["late"] == models.expected(prompt(40), 2)
+    assert list(rig.finished) == ["late"]
+    rig.drain()
+    rig.assert_idle()
+
+
 def test_fills_the_whole_pool_alone(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     one = prompt(10)
@@ -71,26 +97,32 @@ def test_waits_without_work_while_others_hold_the_pages(models, prompt, greedy) 
     rig.assert_idle()
 
 
-def test_fails_one_sequence_when_pages_are_lost_for_good(models, prompt, greedy) -> None:
+def test_waits_for_quarantined_pages_until_its_caller_gives_up(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     rig.pool.allocate("ticket", 2)
     rig.pool.quarantine("ticket")
     rig.engine.add("a", prompt(40), greedy(3))
     rig.engine.add("b", prompt(20), greedy(3))
     rig.drain()
-    assert rig.finished["a"].finish_reason == "abort"
-    assert "2 pages" in (rig.finished["a"].error or "")
-    assert rig.tokens["b"] == models.expected(prompt(20), 3)
+    assert not rig.tokens
+    assert not rig.finished
+    rig.engine.abort("a")
+    rig.drain()
+    assert rig.tokens == {"b": models.expected(prompt(20), 3)}
 
 
-def test_growing_past_what_quarantine_leaves_fails_clearly(models, prompt, greedy) -> None:
+def test_grows_when_quarantine_is_over(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     rig.pool.allocate("ticket", 2)
     rig.pool.quarantine("ticket")
     rig.engine.add("a", prompt(30), greedy(20))
     rig.drain()
     assert rig.tokens["a"] == models.expected(prompt(30), 3)
-    assert rig.finished["a"].finish_reason == "abort"
+    assert not rig.finished
+    rig.pool.release_quarantined("ticket")
+    rig.drain()
+    assert rig.tokens["a"] == models.expected(prompt(30), 20)
+    rig.assert_idle()
 
 
 def test_logits_that_are_not_numbers_fail_only_their_sequence(models, prompt, greedy) -> None:
