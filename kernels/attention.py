@@ -59,9 +59,12 @@ class _Chunk(NamedTuple):
 
 
 class StepPlan:
-    """One step over `pool` [P, layers, 2, page_tokens, kv_heads, head_dim]; slices in the order of the batch."""
+    """One step over `pool` [P, layers, 2, page_tokens, kv_heads, head_dim]; slices in the order of the batch.
 
-    def __init__(self, pool: torch.Tensor, slices: list[Slice]) -> None:
+    Queries, keys and values come in `dtype`, which may be wider than the pool's.
+    """
+
+    def __init__(self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype) -> None:
         self._pool = pool
         self._rows = pool.view(-1, pool.shape[4], pool.shape[5])
         page_tokens = pool.shape[3]
@@ -74,7 +77,7 @@ class StepPlan:
         first = written * (pool.shape[1] * 2 * page_tokens) + positions % page_tokens
         steps = np.arange(pool.shape[1] * 2)[:, None] * page_tokens
         self._targets = torch.from_numpy(first[None, :] + steps)
-        self._singles, self._chunks = _group(slices, page_tokens, pool.dtype)
+        self._singles, self._chunks = _group(slices, page_tokens, dtype, pool.dtype)
 
     @property
     def tokens(self) -> int:
@@ -88,15 +91,15 @@ class StepPlan:
 
         query [heads, T, head_dim], key and value [kv_heads, T, head_dim] → [T, heads, head_dim].
         """
-        self._rows.index_copy_(0, self._targets[2 * layer], key.transpose(0, 1))
-        self._rows.index_copy_(0, self._targets[2 * layer + 1], value.transpose(0, 1))
+        self._rows.index_copy_(0, self._targets[2 * layer], key.transpose(0, 1).to(self._pool.dtype))
+        self._rows.index_copy_(0, self._targets[2 * layer + 1], value.transpose(0, 1).to(self._pool.dtype))
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
         heads, tokens, head_dim = query.shape
         kv_heads = key.shape[0]
         groups = heads // kv_heads
         out = query.new_empty(tokens, heads, head_dim)
         for chunk in self._chunks:
-            k, v = _read(keys, chunk.pages, 1), _read(values, chunk.pages, 1)
+            k, v = (_read(side, chunk.pages, 1).to(query.dtype) for side in (keys, values))
             k, v = k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
             part = query[:, chunk.first : chunk.last]
             q = part.view(kv_heads, groups, -1, head_dim).transpose(0, 1)
@@ -109,8 +112,9 @@ class StepPlan:
             batch = len(group.rows)
             k, v = _read(keys, group.pages, batch), _read(values, group.pages, batch)
             q = query.index_select(1, group.rows).view(kv_heads, groups, batch, head_dim).permute(2, 0, 1, 3)
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
-            out.index_copy_(0, group.rows, o.reshape(batch, heads, head_dim))
+            # Narrowing a few queries costs less than widening what they read.
+            o = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=group.mask, scale=scaling)
+            out.index_copy_(0, group.rows, o.reshape(batch, heads, head_dim).to(out.dtype))
         return out
 
 
@@ -119,7 +123,9 @@ def _read(side: torch.Tensor, pages: torch.Tensor, batch: int) -> torch.Tensor:
     return side.index_select(0, pages).view(batch, -1, side.shape[2], side.shape[3]).transpose(1, 2)
 
 
-def _group(slices: list[Slice], page_tokens: int, dtype: torch.dtype) -> tuple[list[_Singles], list[_Chunk]]:
+def _group(
+    slices: list[Slice], page_tokens: int, dtype: torch.dtype, stored: torch.dtype
+) -> tuple[list[_Singles], list[_Chunk]]:
     chunks: list[_Chunk] = []
     by_length: dict[int, list[tuple[int, Slice]]] = {}
     row = 0
@@ -131,7 +137,7 @@ def _group(slices: list[Slice], page_tokens: int, dtype: torch.dtype) -> tuple[l
         else:
             chunks.append(_chunk(part, row, pages, dtype))
         row += part.length
-    return [_single(group, page_tokens, dtype) for group in by_length.values()], chunks
+    return [_single(group, page_tokens, stored) for group in by_length.values()], chunks
 
 
 def _single(group: list[tuple[int, Slice]], page_tokens: int, dtype: torch.dtype) -> _Singles:

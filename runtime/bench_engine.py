@@ -66,7 +66,7 @@ def measure(model: PagedModel, *, batch: int, prompt: int, tokens: int) -> dict[
     }
 
 
-def machine_facts(dtype: str) -> dict[str, Any]:
+def machine_facts(arithmetic: str) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     capabilities = torch.cpu.get_capabilities()
     wanted = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
@@ -77,7 +77,7 @@ def machine_facts(dtype: str) -> dict[str, Any]:
         "features": [name for name in wanted if capabilities.get(name)],
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
-        "dtype": dtype,
+        "arithmetic": arithmetic,
     }
 
 
@@ -99,7 +99,7 @@ def main(
     torch.set_num_threads(threads)
     folder = model or str(cache_dir() / "models" / "SmolLM2-135M-Instruct")
     loaded = PagedModel.load(open_checkpoint(folder), dtype, _PAGE_TOKENS)
-    facts = machine_facts(dtype)
+    facts = machine_facts(loaded.arithmetic)
     say = Console()
     say.print(", ".join(f"{name}: {value}" for name, value in facts.items()), highlight=False)
     records = [

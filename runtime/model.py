@@ -8,6 +8,7 @@ meaning where this CPU needs it. A self-check at load compares the result with t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch import nn
 
 from kvrail.kernels.attention import Slice, StepPlan
-from kvrail.kernels.linear import has_native_16bit, widen_linears
+from kvrail.kernels.linear import activation_dtype, swap_modules
 from kvrail.runtime.checkpoint import Checkpoint, Progress
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
 __all__ = ["PagedModel", "pool_tensor"]
 
+_log = logging.getLogger(__name__)
 _ATTENTION = "kvrail_paged"
 _CHECK_PAGE_TOKENS = 16
 # Root-mean-square difference of logits, relative to their spread, between our batch and the model by itself.
@@ -54,7 +56,7 @@ def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
 
 
 class PagedModel:
-    """A loaded model. `layout` is the page geometry that its pool must have."""
+    """A loaded model. `layout` is the page geometry that its pool must have; `arithmetic` says how it computes."""
 
     def __init__(self, model: Any, layout: PageLayout) -> None:
         from transformers import AttentionInterface
@@ -67,8 +69,9 @@ class PagedModel:
         self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
         dtype = getattr(torch, layout.dtype)
-        if dtype == torch.float32 or not has_native_16bit(dtype):
-            widen_linears(self._model)
+        self._activations = activation_dtype(dtype)
+        self.arithmetic = swap_modules(self._model, dtype)
+        _log.info("arithmetic: %s", self.arithmetic)
 
     @classmethod
     def load(
@@ -107,7 +110,7 @@ class PagedModel:
         tokens [T] in the order of the slices; `wanted` are indices into them.
         """
         with torch.inference_mode():
-            plan = StepPlan(pool, slices)
+            plan = StepPlan(pool, slices, self._activations)
             logits: torch.Tensor = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
                 position_ids=plan.positions[None],

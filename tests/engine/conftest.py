@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvrail.kernels import linear
 from kvrail.runtime.checkpoint import Checkpoint, open_checkpoint
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.engine_protocol import StepOutput
@@ -114,8 +116,12 @@ class Models:
     def _checkpoint(self, kind: str) -> Checkpoint:
         return open_checkpoint(str(save_tiny(self._root / kind, kind)))
 
-    def _load(self, kind: str, page_tokens: int = 16, dtype: str = "float32") -> PagedModel:
-        return PagedModel.load(self.checkpoint(kind), dtype, page_tokens)
+    def _load(
+        self, kind: str, page_tokens: int = 16, dtype: str = "float32", native: bool = False
+    ) -> PagedModel:
+        """`native`: as on a CPU that has (or lacks) 16-bit arithmetic, whatever this one is."""
+        with mock.patch.object(linear, "has_native_16bit", return_value=native):
+            return PagedModel.load(self.checkpoint(kind), dtype, page_tokens)
 
     def _reference(self, kind: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.checkpoint(kind).folder, dtype=torch.float32).eval()
@@ -126,9 +132,10 @@ class Models:
         page_tokens: int = 16,
         pages: int = 96,
         dtype: str = "float32",
+        native: bool = False,
         **options: Any,
     ) -> Rig:
-        return Rig(self.load(kind, page_tokens, dtype), pages, **options)
+        return Rig(self.load(kind, page_tokens, dtype, native), pages, **options)
 
     def expected(self, prompt: Any, count: int, kind: str = "llama") -> list[int]:
         """Greedy tokens of transformers' own generate, with nothing that could end it early."""

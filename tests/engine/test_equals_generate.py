@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -37,14 +39,14 @@ def test_sequences_that_join_later(models, prompt, greedy) -> None:
     rig.assert_idle()
 
 
-def test_bfloat16_agrees_with_the_model_in_bfloat16(models, prompt, greedy) -> None:
-    """Near ties may flip in bfloat16, so only the first token is compared, over many prompts."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_agrees_with_the_model_in_16_bit(models, prompt, greedy, dtype, native) -> None:
+    """Near ties may flip in 16 bits, so only the first token is compared, over many prompts."""
     folder = models.checkpoint("llama").folder
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    rig = models.rig(dtype="bfloat16")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    rig = models.rig(dtype=dtype, native=native)
+    assert ("float32 activations" in rig.model.arithmetic) is not native
     prompts = [prompt(3 + 2 * n, n) for n in range(20)]
     found = rig.generate(prompts, greedy(1))
     same = 0
@@ -55,3 +57,17 @@ def test_bfloat16_agrees_with_the_model_in_bfloat16(models, prompt, greedy) -> N
         assert gap <= 0.05 * float(logits.std()), f"logit gap {gap}"
         same += gap == 0.0
     assert same >= 15
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_16_bit_decoding_follows_its_own_prefill(models, prompt, greedy, native) -> None:
+    """Tokens decoded one by one are the likeliest, or nearly so, when the whole text is read at once."""
+    rig = models.rig(dtype="bfloat16", native=native)
+    reference = models.reference("llama")
+    prompts = [prompt(20 + n, n) for n in range(4)]
+    for one, tokens in zip(prompts, rig.generate(prompts, greedy(40)), strict=True):
+        text = torch.tensor([*one.astype(int).tolist(), *tokens])[None]
+        with torch.inference_mode():
+            logits = reference(text).logits[0, len(one) - 1 : -1]
+        gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float(gaps.max()) <= 0.15 * float(logits.std())
