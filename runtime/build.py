@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from kvrail.runtime.checkpoint import open_checkpoint
@@ -73,6 +74,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     config = spec.config
     # Its bars are for terminals; this process writes a log.
     disable_progress_bar()
+    if config.resolved_threads is not None:
+        torch.set_num_threads(config.resolved_threads)
     checkpoint = open_checkpoint(config.model, _log_progress)
     model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
     layout = model.layout

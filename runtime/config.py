@@ -54,6 +54,9 @@ class LaunchConfig:
     kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
+    threads: int | None = _setting(
+        None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
+    )
     routing: Literal["affinity", "least-loaded"] = _setting("affinity", "how the ce picks ranks")
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
@@ -132,6 +135,7 @@ class LaunchConfig:
             f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
         )
         _require(self.device == "cpu", f"--device {self.device}: cpu")
+        _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
         _require(
@@ -158,6 +162,16 @@ class LaunchConfig:
     def resolved_spin_us(self) -> int:
         """Spin for 50 µs where cores are plenty; on small hosts a spinning thread steals from the model."""
         return (50 if (os.cpu_count() or 1) > 4 else 0) if self.spin_us is None else self.spin_us
+
+    @property
+    def resolved_threads(self) -> int | None:
+        """Threads of arithmetic in a rank, so that the ranks together do not want more than the host has.
+
+        None: OMP_NUM_THREADS is set, which torch obeys by itself.
+        """
+        if self.threads is not None or os.environ.get("OMP_NUM_THREADS"):
+            return self.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.dp)
 
     def resolved_runtime_dir(self) -> Path:
         """Folder (mode 0700, made on demand by its users) for sockets and the default token."""

@@ -109,3 +109,19 @@ def test_help_has_every_setting_in_a_named_group(capsys: pytest.CaptureFixture[s
         assert "--" + field.name.replace("_", "-") in text
     for group in ("Role and model", "Addresses", "Links and lanes"):
         assert group in text
+
+
+def test_ranks_share_the_cores(monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [_threads(dp=dp) for dp in (1, 3, 16)] == [8, 2, 1]
+    assert _threads(dp=4, threads=5) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert _threads(dp=4) is None
+    assert _threads(dp=4, threads=5) == 5
+    with pytest.raises(ConfigError, match="--threads must be at least 1"):
+        _threads(threads=0)
+
+
+def _threads(**settings) -> int | None:
+    return LaunchConfig(role="single", model="m", **settings).resolved_threads
