@@ -42,7 +42,7 @@ from kvrail.runtime.messages import (
 )
 from kvrail.runtime.rank_stats import pool_gauges
 from kvrail.transfer.checksums import page_checksums, unpack_checksums
-from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
@@ -174,6 +174,7 @@ class Completion:
                 request.cached_tokens = output.cached_tokens
             if output.token is not None or output.finish_reason is not None:
                 self._emit(request, output.token, output.finish_reason, output.logprob)
+        self._flush()
 
     def tick(self, now: float) -> None:
         """Timers, grants that found no room before, effects, and this turn's outputs in one message."""
@@ -181,9 +182,7 @@ class Completion:
         self._carry_out(now)
         self._grant_waiting(now)
         self._carry_out(now)
-        if self._outputs:
-            self._send(Outputs(items=self._outputs))
-            self._outputs = []
+        self._flush()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -213,20 +212,31 @@ class Completion:
             self._waiting.append(request)
 
     def _grant_waiting(self, now: float) -> None:
-        """Tickets for those who wait, in order, as long as there is room."""
-        while self._waiting:
-            request = self._waiting[0]
-            if self._requests.get(request.id) is not request or request.phase != "waiting":
-                self._waiting.popleft()
-                continue
-            if not self._grant(now, request):
-                return
-            self._waiting.popleft()
+        """Tickets for those who wait, in order, as long as there is room.
 
-    def _grant(self, now: float, request: _Request) -> bool:
-        """Whether the request needs to wait no longer: it has a ticket, or has gone another way."""
-        peer = request.submit.peer
-        assert peer is not None
+        Behind one that finds the pool or the seats taken, all wait, or small requests would overtake a large one for
+        ever. Behind one whose link holds its share, only those of the same link wait.
+        """
+        kept: deque[_Request] = deque()
+        full: set[LinkKey] = set()
+        blocked = False
+        for request in self._waiting:
+            if self._requests.get(request.id) is not request:
+                continue
+            link = _link_of(request)
+            if not blocked and link not in full:
+                lack = self._grant(now, request, link)
+                if lack is None:
+                    continue
+                if isinstance(lack, ShareUsed):
+                    full.add(link)
+                else:
+                    blocked = True
+            kept.append(request)
+        self._waiting = kept
+
+    def _grant(self, now: float, request: _Request, link: LinkKey) -> NoPages | None:
+        """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
         taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
         try:
@@ -235,24 +245,28 @@ class Completion:
             ticket = self._receiver.grant(
                 now,
                 request.id,
-                LinkKey(*peer),
+                link,
                 len(request.tokens),
                 verify=random.random() < self._verify_share,
             )
         except NoPages as error:
             if now < request.deadline:
-                return False
-            self._fail(request, 503, f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}", 2.0)
-            return True
+                return error
+            reason = f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}"
+            if isinstance(error, ShareUsed):
+                self._lost(request, reason, None)
+            else:
+                self._fail(request, 503, reason, 2.0)
+            return None
         except LinkLost as error:
             self._lost(request, str(error), None)
-            return True
+            return None
         request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
         # The grant itself goes out first: it is on the link before the PE's front can hear of the ticket.
         self._carry_out(now)
         if self._requests.get(request.id) is request and request.phase == "granted":
             self._send(Granted(request_id=request.id, ticket=ticket.id))
-        return True
+        return None
 
     def _prefill_here(self, request: _Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""
@@ -325,9 +339,9 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        link = LinkKey(*request.submit.peer) if request.submit.peer else None
-        if link is not None:
-            self._board.count(link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(
+            _link_of(request), pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1
+        )
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
@@ -406,10 +420,13 @@ class Completion:
         self._requests.pop(request.id, None)
         self._counters["requests_failed"] += 1
         # What it has emitted in this turn goes out first.
+        self._flush()
+        self._send(Failed(request_id=request.id, status=status, reason=reason, retry_after_s=retry_after_s))
+
+    def _flush(self) -> None:
         if self._outputs:
             self._send(Outputs(items=self._outputs))
             self._outputs = []
-        self._send(Failed(request_id=request.id, status=status, reason=reason, retry_after_s=retry_after_s))
 
     # --- what others see --------------------------------------------------------------------------------------
 
@@ -428,3 +445,9 @@ class Completion:
         gauges["requests_without_room"] = len(self._waiting)
         counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
         return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+
+
+def _link_of(request: _Request) -> LinkKey:
+    """The link on which its prompt is prefilled; only for requests that were routed to a peer."""
+    assert request.submit.peer is not None
+    return LinkKey(*request.submit.peer)
