@@ -22,6 +22,9 @@ from kvrail.transfer.link_events import (
 
 __all__ = ["LinkBoard"]
 
+# Ends that are remembered, for people: each restart of a peer is another peer, and they must not pile up.
+_MOST_ENDED = 64
+
 State = Literal["connecting", "up", "suspect", "down", "refused"]
 
 
@@ -45,11 +48,12 @@ class LinkBoard:
     def drop(self, key: LinkKey) -> None:
         """The front has forgotten this link: its end, still to come, is news for nobody."""
         self._dropped.add(key)
-        for table in (self._reports, self._counters, self._stuck, self._steps):
-            table.pop(key, None)
+        self._forget(key)
 
     def count(self, key: LinkKey, **amounts: float) -> None:
         """Add to the counters of a link (pages, bytes, tickets, failures)."""
+        if key in self._dropped:
+            return
         counters = self._counters.setdefault(key, Counter())
         for name, amount in amounts.items():
             counters[name] += amount  # type: ignore[assignment]
@@ -126,5 +130,15 @@ class LinkBoard:
             )
 
     def _set(self, report: LinkReport) -> None:
-        self._reports[LinkKey(report.incarnation, report.rank)] = report
+        key = LinkKey(report.incarnation, report.rank)
+        # Behind the others: the first are the oldest news.
+        self._reports.pop(key, None)
+        self._reports[key] = report
         self._send(report)
+        ended = [key for key, report in self._reports.items() if report.state in ("down", "refused")]
+        for key in ended[:-_MOST_ENDED]:
+            self._forget(key)
+
+    def _forget(self, key: LinkKey) -> None:
+        for table in (self._reports, self._counters, self._stuck, self._steps):
+            table.pop(key, None)

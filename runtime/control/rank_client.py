@@ -53,6 +53,8 @@ Event = TypeVar("Event", GenerateEvent, PrefillEvent)
 _log = logging.getLogger(__name__)
 # What was sent just before the rank closed its socket may still be in ours; it is read within this time.
 _DRAIN_S = 0.05
+# Links that are over and still shown.
+_MOST_ENDED = 64
 
 
 class RankRequest(Generic[Event]):
@@ -276,7 +278,7 @@ class RankClient:
             case Stats():
                 self.stats = message
             case LinkReport():
-                self.links[(message.incarnation, message.rank)] = message
+                self._take_report(message)
                 self._tell()
             case Ready():
                 if self.ready is not None:
@@ -291,6 +293,15 @@ class RankClient:
                 self.ready, self.trouble = message, ""
                 self._was_ready.set()
                 self._tell()
+
+    def _take_report(self, report: LinkReport) -> None:
+        key = (report.incarnation, report.rank)
+        self.links.pop(key, None)
+        self.links[key] = report
+        # Each restart of a peer is another peer: the ends of old ones must not pile up.
+        ended = [key for key, report in self.links.items() if report.state in ("down", "refused")]
+        for key in ended[:-_MOST_ENDED]:
+            del self.links[key]
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
