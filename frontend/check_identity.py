@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -186,7 +187,7 @@ def _get(client: httpx.Client, url: str) -> dict[str, Any]:
 
 
 def _refuse(why: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]check_identity:[/] {why}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]check_identity:[/] {escape(why)}", highlight=False, soft_wrap=True)
     raise SystemExit(2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
@@ -27,15 +29,38 @@ app = typer.Typer(
 )
 
 
+# The first setting of each group in the help of `launch`.
+_GROUPS = {
+    "role": "Role and model",
+    "host": "Addresses",
+    "max_model_len": "Engine and memory",
+    "routing": "Requests",
+    "lane": "Links and lanes",
+    "local_prefill": "Requests",
+    "verify_kv": "Links and lanes",
+    "token_file": "Secrets, files, logs",
+}
+
+
 def _launch_command() -> Callable[..., None]:
     """A function whose parameters are the fields of LaunchConfig, for typer to read."""
     hints = typing.get_type_hints(LaunchConfig)
     parameters = []
+    group = ""
     for field in dataclasses.fields(LaunchConfig):
+        group = _GROUPS.get(field.name, group)
         kind, default = hints[field.name], field.default
         if kind == tuple[str, ...]:
             kind, default = list[str], []
-        option = typer.Option("--" + field.name.replace("_", "-"), help=field.metadata["help"])
+        text, metavar = field.metadata["help"], None
+        if typing.get_origin(kind) is typing.Literal:
+            # Not in the column of types: the widest would leave no room for the names of the flags.
+            choices, metavar = typing.get_args(kind), "<choice>"
+            if not all(re.search(rf"\b{choice}\b", text) for choice in choices):
+                text += f": {', '.join(choices[:-1])} or {choices[-1]}"
+        option = typer.Option(
+            "--" + field.name.replace("_", "-"), help=text, metavar=metavar, rich_help_panel=group
+        )
         parameters.append(
             inspect.Parameter(
                 field.name,
@@ -94,7 +119,9 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        Console(stderr=True).print(f"[bold red]runtime:[/] {error}", highlight=False)
+        Console(stderr=True).print(
+            f"[bold red]runtime:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
 
 

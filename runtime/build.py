@@ -174,6 +174,7 @@ def _role(
         rank=rank,
         link_share=config.link_share,
         ttl_s=config.ticket_ttl_s,
+        # A prefill engine answers between two steps: what bounds a step without progress bounds an answer, too.
         busy_s=config.ticket_ttl_s,
     )
     completion = Completion(

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
@@ -41,6 +38,7 @@ from kvrail.runtime.messages import (
     ToRank,
 )
 from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.checksums import page_checksums, unpack_checksums
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
@@ -66,23 +64,6 @@ __all__ = ["Completion"]
 _log = logging.getLogger(__name__)
 # A request that finds no room for its ticket in this time is refused: something else holds the pool.
 _ROOM_WITHIN_S = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One request at this rank. `phase` as drawn above."""
-
-    submit: Submit
-    tokens: npt.NDArray[np.uint32]
-    phase: Literal["waiting", "granted", "first", "decoding"]
-    deadline: float
-    ticket: bytes = b""
-    route: Literal["remote", "local"] = "local"
-    cached_tokens: int = 0
-
-    @property
-    def id(self) -> str:
-        return self.submit.request_id
 
 
 class Completion:
@@ -111,8 +92,9 @@ class Completion:
         self._seats = seats
         self._largest_ticket = largest_ticket
         self._board = LinkBoard(send)
-        self._requests: dict[str, _Request] = {}
-        self._waiting: deque[_Request] = deque()
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._stalled_since = 0.0
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
 
@@ -182,6 +164,7 @@ class Completion:
         self._carry_out(now)
         self._grant_waiting(now)
         self._carry_out(now)
+        self._refuse_stalled(now)
         self._flush()
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -196,56 +179,43 @@ class Completion:
         except ValueError:
             self._send(Failed(request_id=request_id, status=400, reason="token ids are not uint32"))
             return
-        request = _Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
+        request = Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
         self._requests[request_id] = request
         self._counters["requests_submitted"] += 1
         if message.peer is None:
             self._prefill_here(request, None)
         elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
-            self._lost(
-                request,
+            reason = (
                 f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
-                f"({self._largest_ticket}: --link-share)",
-                None,
+                f"({self._largest_ticket}: --link-share)"
             )
+            if message.fallback:
+                self._lost(request, reason, None)
+            else:
+                # Trying again would help nobody.
+                self._fail(request, 400, f"the prompt is too long to be prefilled elsewhere: {reason}", None)
         else:
             self._waiting.append(request)
 
     def _grant_waiting(self, now: float) -> None:
-        """Tickets for those who wait, in order, as long as there is room.
+        """Tickets for those who wait, in turn, as long as there is room."""
+        self._waiting = grant_in_turn(
+            [r for r in self._waiting if self._requests.get(r.id) is r], lambda r: self._grant(now, r)
+        )
 
-        Behind one that finds the pool or the seats taken, all wait, or small requests would overtake a large one for
-        ever. Behind one whose link holds its share, only those of the same link wait.
-        """
-        kept: deque[_Request] = deque()
-        full: set[LinkKey] = set()
-        blocked = False
-        for request in self._waiting:
-            if self._requests.get(request.id) is not request:
-                continue
-            link = _link_of(request)
-            if not blocked and link not in full:
-                lack = self._grant(now, request, link)
-                if lack is None:
-                    continue
-                if isinstance(lack, ShareUsed):
-                    full.add(link)
-                else:
-                    blocked = True
-            kept.append(request)
-        self._waiting = kept
-
-    def _grant(self, now: float, request: _Request, link: LinkKey) -> NoPages | None:
+    def _grant(self, now: float, request: Request) -> NoPages | None:
         """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
-        taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
+        if sum(1 for r in self._requests.values() if r.phase != "waiting") >= self._seats:
+            # Answers end, and their seats become free; only the wait for room may be in vain.
+            for each in self._waiting:
+                each.deadline = now + _ROOM_WITHIN_S
+            return NoPages("all seats are taken")
         try:
-            if taken >= self._seats:
-                raise NoPages(f"all {self._seats} seats of the batch are taken (--max-num-seqs)")
             ticket = self._receiver.grant(
                 now,
                 request.id,
-                link,
+                request.link,
                 len(request.tokens),
                 verify=random.random() < self._verify_share,
             )
@@ -268,7 +238,21 @@ class Completion:
             self._send(Granted(request_id=request.id, ticket=ticket.id))
         return None
 
-    def _prefill_here(self, request: _Request, hand_off: HandOff | None) -> None:
+    def _refuse_stalled(self, now: float) -> None:
+        """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
+        who wait, so that the others may fit.
+        """
+        waiting = (
+            [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
+        )
+        if not waiting:
+            self._stalled_since = now
+        elif now - self._stalled_since > _ROOM_WITHIN_S:
+            self.engine.abort(waiting[0].id)
+            held = f"{self._pool.quarantined} pages are in quarantine"
+            self._fail(waiting[0], 503, f"no room within {_ROOM_WITHIN_S:.0f} s: {held}", 2.0)
+
+    def _prefill_here(self, request: Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""
         request.phase = "decoding"
         sampling = request.submit.sampling
@@ -322,11 +306,11 @@ class Completion:
             case _:
                 raise AssertionError(f"no links, yet {effect}")
 
-    def _by_ticket(self, request_id: str, ticket: bytes) -> _Request | None:
+    def _by_ticket(self, request_id: str, ticket: bytes) -> Request | None:
         request = self._requests.get(request_id)
         return request if request is not None and request.ticket == ticket else None
 
-    def _first_token(self, request: _Request, hand_off: HandOff) -> None:
+    def _first_token(self, request: Request, hand_off: HandOff) -> None:
         request.phase = "first"
         request.cached_tokens = hand_off.cached_tokens
         self._counters["prefills_remote"] += 1
@@ -339,9 +323,7 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(
-            _link_of(request), pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1
-        )
+        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
@@ -384,7 +366,7 @@ class Completion:
                 return "checksum of the state slot"
         return ""
 
-    def _lost(self, request: _Request, reason: str, hand_off: HandOff | None) -> None:
+    def _lost(self, request: Request, reason: str, hand_off: HandOff | None) -> None:
         """No remote prefill for this request (any more): do it here when that is allowed."""
         if not request.submit.fallback:
             self._fail(request, 503, f"the remote prefill failed: {reason}", 1.0)
@@ -395,7 +377,7 @@ class Completion:
 
     def _emit(
         self,
-        request: _Request,
+        request: Request,
         token: int | None,
         reason: FinishReason | None,
         logprob: TokenLogprob | None,
@@ -416,7 +398,7 @@ class Completion:
             )
         )
 
-    def _fail(self, request: _Request, status: int, reason: str, retry_after_s: float | None) -> None:
+    def _fail(self, request: Request, status: int, reason: str, retry_after_s: float | None) -> None:
         self._requests.pop(request.id, None)
         self._counters["requests_failed"] += 1
         # What it has emitted in this turn goes out first.
@@ -445,9 +427,3 @@ class Completion:
         gauges["requests_without_room"] = len(self._waiting)
         counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
         return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
-
-
-def _link_of(request: _Request) -> LinkKey:
-    """The link on which its prompt is prefilled; only for requests that were routed to a peer."""
-    assert request.submit.peer is not None
-    return LinkKey(*request.submit.peer)

@@ -58,7 +58,7 @@ class LaunchConfig:
         "chat", "default of enable_thinking in the chat template"
     )
     lane: Literal["auto", "shm", "put"] = _setting(
-        "auto", "how pages travel: shared memory, UCX put, or the best"
+        "auto", "how pages travel (shared memory, UCX put, or the best of both)"
     )
     put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
     require_lane: str | None = _setting(
@@ -95,6 +95,12 @@ class LaunchConfig:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
         _require(self.dp >= 1, "--dp must be at least 1")
+        _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
+        for url in self.pe_url:
+            _require(
+                url.startswith(("http://", "https://")),
+                f"--pe-url {url}: a URL such as http://127.0.0.1:8889",
+            )
         _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
         _require(self.kv_pages is None or self.kv_pages >= 2, "--kv-pages must be at least 2")
         _require(self.kv_memory_gb is None or self.kv_memory_gb > 0, "--kv-memory-gb must be positive")
@@ -113,6 +119,8 @@ class LaunchConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
         )
+        _require(self.device == "cpu", f"--device {self.device}: cpu")
+        _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
@@ -150,6 +158,20 @@ class LaunchConfig:
 def _require(condition: bool, text: str) -> None:
     if not condition:
         raise ConfigError(text)
+
+
+def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
+    """Refuse a --require-lane that no lane is called, or that the other flags rule out."""
+    if required is None:
+        return
+    name, slash, transport = required.partition("/")
+    known = name == "put" and bool(transport) if slash else name in ("shm", "put")
+    _require(known, f"--require-lane {required}: shm, put, put/cma or put/tcp")
+    _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
+    _require(
+        not transport or put_transport in ("auto", transport),
+        f"--require-lane {required} cannot hold with --put-transport {put_transport}",
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -247,8 +247,12 @@ class EmbeddedEngine:
         return pages
 
     def _hopeless(self) -> bool:
-        """Whether nobody is left who could give pages back (what is in quarantine may stay there for good)."""
-        return not self._running and self._pool.owned == 0 and self._pool.shared == 0
+        """Whether nobody is left who could give pages back.
+
+        What is in quarantine comes back in a moment, or never: how long to wait for it is the caller's to say.
+        """
+        pool = self._pool
+        return not self._running and pool.owned == pool.shared == pool.quarantined == 0
 
     # --- a step ---------------------------------------------------------------------------------------------------
 

@@ -294,6 +294,8 @@ class Prefilling:
     def stats(self, steps: int) -> Stats:
         """Gauges and counters, as doc/metrics.md names them."""
         gauges = pool_gauges(self._pool, self.engine) | self._sender.gauges()
+        gauges["requests_open"] = len(self._calls)
+        gauges["writers_open"] = len(self._writers)
         counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
         return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank processes: started by the front, told their settings on stdin, gone whenever the front is gone.
 
-Three nets keep a rank from outliving its front: a Shutdown message (orderly stop), SIGTERM then SIGKILL from the
-front's `stop`, and the kernel's parent-death signal (the front crashed or was killed).
+Three nets keep a rank from outliving its front: a Shutdown message or SIGTERM (orderly stop, between two steps),
+SIGKILL from the front's `stop`, and the kernel's parent-death signal (the front crashed or was killed).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from kvrail.runtime.errors import ConfigError
 __all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
+# Bytes that a Unix socket's path may have, and that "/link-<12 digits>-<rank>.sock" needs at most.
+_LONGEST_SOCKET_PATH = 107
+_LONGEST_NAME = 30
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,15 +93,16 @@ class RankProcesses:
         """(rank, exit code) of each rank process that has ended."""
         return [(n, p.returncode) for n, p in enumerate(self.processes) if p.poll() is not None]
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        """Wait for ranks that were told to stop; then SIGTERM, then SIGKILL. Removes the socket folder."""
-        for kill, wait_s in ((None, grace_s), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+    def stop(self, grace_s: float = 1.5) -> None:
+        """Let ranks end by themselves for a while, then kill them. Removes the socket folder.
+
+        A rank in the middle of a long step hears of no signal before the step is over, and none is waited for: all
+        of it is the kernel's to clean up.
+        """
+        for kill, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
             alive = [p for p in self.processes if p.poll() is None]
-            if not alive:
-                break
             for process in alive:
-                if kill is not None:
-                    process.send_signal(kill)
+                process.send_signal(kill)
             deadline = time.monotonic() + wait_s
             for process in alive:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,5 +122,8 @@ def _private_directory(config: LaunchConfig) -> Path:
         if pid and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)
     directory = base / f"{config.role}-{os.getpid()}-{secrets.token_hex(3)}.run"
+    # Said now, and not when a model has been loaded.
+    if len(os.fsencode(directory)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
+        raise ConfigError(f"{base} is too long for the paths of Unix sockets: give a shorter --runtime-dir")
     directory.mkdir(mode=0o700)
     return directory

@@ -22,8 +22,10 @@ import zmq
 
 from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
+from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import PeerRank, Ready, Shutdown, Stats, ToFront, ToRank
 from kvrail.runtime.process import RankSpec, die_with_parent
+from kvrail.transfer.errors import TransferError
 from kvrail.transfer.link_events import LinkEvent
 
 __all__ = ["Loop", "Role", "main"]
@@ -163,14 +165,21 @@ def main() -> None:
         level=spec.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {spec.config.role} rank {spec.rank} %(name)s: %(message)s",
     )
+    status = 0
     # Leaving the context sends what is queued (LINGER) and closes it.
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
-        _serve(spec, Front(socket, spec.endpoint))
+        try:
+            _serve(spec, Front(socket, spec.endpoint))
+        except (ConfigError, TransferError) as error:
+            # For whoever wrote the flags: what is wrong, and not where in the code that was found.
+            _log.error("%s", error)
+            _log.debug("raised here", exc_info=True)
+            status = 2
     # All that matters is closed, in order. What is left is the interpreter taking torch apart, object by object:
     # seconds of a busy core, while whoever stopped this role waits.
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _serve(spec: RankSpec, front: Front) -> None:
@@ -211,3 +220,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
 
 if __name__ == "__main__":
     main()
+    # Everything that others can notice is closed. Taking down an interpreter with torch in it costs a second of the
+    # five in which a role must be gone.
+    logging.shutdown()
+    os._exit(0)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvrail.transfer.errors import UcxFailed
 
 UcxError = UcxFailed  # the very class that is raised
-U32 = npt.NDArray[np.uint32]
+U32 = npt.NDArray[np.uint32]  # one dimension, contiguous; anything else is a TypeError, never a silent copy
 
 def library_version() -> tuple[int, int, int]: ...
 def copy_kind() -> str:

@@ -27,8 +27,9 @@ __all__ = [
 # UCX transports whose writes are made by the writer's process itself (or its copy engines): destroying the
 # receiver's worker does not end them.
 _LOCAL = frozenset({"cma", "sysv", "posix", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", "cuda_copy"})
-# Of several transports on one endpoint, the first of these carries large puts of host memory.
-_CARRIERS = ("cuda_ipc", "xpmem", "cma", "rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "tcp")
+# Of several transports on one endpoint, the first of these carries large puts of host memory. (cuda_ipc is not among
+# them: it is on the list of every endpoint between processes that see a GPU, and reads device memory only.)
+_CARRIERS = ("xpmem", "cma", "rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "tcp")
 
 
 class LaneUnwanted(LaneUnavailable):

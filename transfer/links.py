@@ -359,7 +359,7 @@ class Links:
         self._tell_process_proofs(key)
 
     def _tell_process_proofs(self, key: LinkKey) -> None:
-        """A dead process writes nothing, but its bytes may still wait in tcp sockets of our worker: both must be gone."""
+        """A dead process writes nothing, but bytes of it may wait in our worker's tcp sockets: both must be gone."""
         if not any(link.key == key for link in self._by_id.values()):
             self._events += self._process_proofs.pop(key, [])
 

@@ -108,6 +108,8 @@ def context_settings(put_transport: PutTransport, kv_host: str) -> dict[str, str
         "TCP_USER_TIMEOUT": "3s",
         "NET_DEVICES": ",".join(_devices(kv_host, rdma=put_transport == "auto")),
     }
+    if ":" in kv_host:
+        settings["TCP_AF_PRIO"] = "inet6,inet"
     if put_transport == "tcp":
         settings["TLS"] = "tcp,self"
         return settings

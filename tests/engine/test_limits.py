@@ -71,26 +71,32 @@ def test_waits_without_work_while_others_hold_the_pages(models, prompt, greedy) 
     rig.assert_idle()
 
 
-def test_fails_one_sequence_when_pages_are_lost_for_good(models, prompt, greedy) -> None:
+def test_waits_for_quarantined_pages_until_its_caller_gives_up(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     rig.pool.allocate("ticket", 2)
     rig.pool.quarantine("ticket")
     rig.engine.add("a", prompt(40), greedy(3))
     rig.engine.add("b", prompt(20), greedy(3))
     rig.drain()
-    assert rig.finished["a"].finish_reason == "abort"
-    assert "2 pages" in (rig.finished["a"].error or "")
-    assert rig.tokens["b"] == models.expected(prompt(20), 3)
+    assert not rig.tokens
+    assert not rig.finished
+    rig.engine.abort("a")
+    rig.drain()
+    assert rig.tokens == {"b": models.expected(prompt(20), 3)}
 
 
-def test_growing_past_what_quarantine_leaves_fails_clearly(models, prompt, greedy) -> None:
+def test_grows_when_quarantine_is_over(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     rig.pool.allocate("ticket", 2)
     rig.pool.quarantine("ticket")
     rig.engine.add("a", prompt(30), greedy(20))
     rig.drain()
     assert rig.tokens["a"] == models.expected(prompt(30), 3)
-    assert rig.finished["a"].finish_reason == "abort"
+    assert not rig.finished
+    rig.pool.release_quarantined("ticket")
+    rig.drain()
+    assert rig.tokens["a"] == models.expected(prompt(30), 20)
+    rig.assert_idle()
 
 
 def test_logits_that_are_not_numbers_fail_only_their_sequence(models, prompt, greedy) -> None:

@@ -58,6 +58,10 @@ class Server:
         self.role = role
         self.port = port or free_port()
         self.url = f"http://{host}:{self.port}"
+        # One for all: making a client costs more than asking. No proxy may come between, nothing is kept alive.
+        self.http = httpx.Client(
+            base_url=self.url, timeout=10, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
         self.log = folder / f"{role}-{self.port}-{time.monotonic_ns()}.log"
         command = [
             *inside,
@@ -86,7 +90,7 @@ class Server:
             assert self.process.poll() is None, (
                 f"{self.role} ended with {self.process.returncode}\n{self.tail()}"
             )
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+            return self.http.get("/ready").status_code == 200
 
         wait_until(ready, within_s, f"{self.role} is ready", self)
         return self
@@ -104,7 +108,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric over all label sets that contain `labels`; 0 when absent."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = self.http.get("/metrics").text
         total = 0.0
         for found, value in re.findall(rf"^{name}(?:\{{(.*?)\}})? (\S+)$", text, re.MULTILINE):
             has = dict(re.findall(r'(\w+)="(.*?)"', found))
@@ -141,6 +145,10 @@ class Server:
     def tail(self, count: int = 4000) -> str:
         return f"--- {self.log.name} ---\n{self.log.read_text(errors='replace')[-count:]}"
 
+    def logged(self, text: str) -> bool:
+        """Whether the log has it."""
+        return text in self.log.read_text(errors="replace")
+
     def post_mortem(self) -> str:
         """The log's end, with a stack of every thread when the processes can still speak."""
         if self.process.poll() is None:
@@ -153,6 +161,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
+        self.http.close()
 
 
 @contextlib.contextmanager

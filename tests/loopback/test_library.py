@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_the_log_goes_to_stderr() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == ""
     assert "UCX" in done.stderr
+
+
+def test_a_hangup_still_ends_the_process() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from kvrail.transfer import ucx; ucx.open_context('tcp', '127.0.0.1')\n"
+        "os.kill(os.getpid(), signal.SIGHUP); time.sleep(20)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == -signal.SIGHUP
 
 
 def test_ending_without_closing_anything_is_clean() -> None:

@@ -33,6 +33,7 @@ class Bench:
             layout=LAYOUT,
             add=lambda request, tokens, sampling: self.local.append(request),
             abort=lambda request: None,
+            has_work=True,
         )
         links: Any = SimpleNamespace(send=lambda key, message: None)
         self.role = Completion(

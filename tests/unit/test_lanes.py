@@ -84,5 +84,6 @@ def test_the_worst_transport_decides_the_fence() -> None:
 
 def test_put_carrier_is_the_fastest_that_can_put() -> None:
     assert put_carrier(["sysv/memory", "cma/memory", "tcp/lo"]) == "cma"
+    assert put_carrier(["cuda_ipc/cuda", "sysv/memory", "cma/memory"]) == "cma"
     assert put_carrier(["tcp/lo", "sysv/memory"]) == "tcp"
     assert put_carrier([]) == "?"

@@ -36,8 +36,8 @@ class Batch {
         std::vector<std::uint32_t> targets)
       : pool_id(pool), source(source), sources(std::move(sources)), targets(std::move(targets)) {}
 
-  // Binds the batch to the peer's pool and to our registered memory. Returns why it cannot, or "": nothing else
-  // in the system checks bounds, over tcp and cma a key protects nothing.
+  // Binds the batch to the peer's pool and to our registered memory. Returns why it cannot, or "": nothing
+  // else in the system checks bounds, over tcp and cma a key protects nothing.
   std::string bind(std::shared_ptr<Pool> to, std::shared_ptr<Region> from) {
     for (std::size_t i = 0; i < targets.size(); ++i) {
       if (targets[i] >= to->units)
@@ -52,7 +52,8 @@ class Batch {
   bool empty() const { return next_ == sources.size(); }
   std::uint64_t nbytes() const { return sources.size() * pool->unit_bytes; }
 
-  // The next run of at most `limit` bytes. A single unit larger than that is cut when `cut`, else given whole.
+  // The next run of at most `limit` bytes. A single unit larger than that is cut when `cut`, else given
+  // whole.
   Run take(std::uint64_t limit, bool cut) {
     const std::uint64_t size = pool->unit_bytes;
     Run run{source + sources[next_] * size + done_of_unit_, targets[next_] * size + done_of_unit_, 0, 0};

@@ -7,8 +7,8 @@
 //   sum       = Σ mix(w_i + (i + 1) * 0x9E3779B97F4A7C15)
 //   checksum  = mix(sum + 8 * n)
 //
-// The words may be summed in any order, so a GPU kernel can give each thread some of them. mix is a bijection:
-// changing one word always changes the sum; the index inside makes moved words visible.
+// The words may be summed in any order, so a GPU kernel can give each thread some of them. mix is a
+// bijection: changing one word always changes the sum; the index inside makes moved words visible.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,8 @@ extern "C" int ucs_config_global_list_has_field(const char* name) __attribute__(
 namespace kvrail {
 namespace {
 
-// UCX 1.20 is the first with zero-copy puts in peer error mode (the inline ucp_init would demand the version that
-// this file was compiled with).
+// UCX 1.20 is the first with zero-copy puts in peer error mode (the inline ucp_init would demand the version
+// that this file was compiled with).
 constexpr unsigned kOldestMinor = 20;
 
 }  // namespace
@@ -90,7 +90,8 @@ void Context::remove_region(const std::shared_ptr<Region>& region) {
 
 std::vector<std::string> Context::transports() const {
   require_open("transports");
-  // UCP has no query for this; its own listing has one line "#   resource 3 : md 1 dev 2 flags -- tcp/lo" each.
+  // UCP has no query for this; its own listing has one line "#   resource 3 : md 1 dev 2 flags -- tcp/lo"
+  // each.
   std::istringstream lines(describe());
   std::set<std::string> names;
   for (std::string line; std::getline(lines, line);) {

@@ -24,6 +24,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
+  void require_open(const char* call) const;
   ucp_context_h handle() const { return handle_; }
   std::shared_ptr<Region> add_region(std::uint64_t address, std::uint64_t nbytes, const std::string& memory);
   // Throws while a link lives. Idempotent.
@@ -38,14 +39,13 @@ class Context {
   // Throws while a link lives; else unmaps every region. Idempotent.
   void close();
 
-  // Links pin the registered memory: a peer may write at any time. Unpinning fails while one is open, and waits
-  // for those that are closing.
+  // Links pin the registered memory: a peer may write at any time. Unpinning fails while one is open, and
+  // waits for those that are closing.
   void link_opened();
   void link_closing();
   void link_closed(bool was_closing);
 
  private:
-  void require_open(const char* call) const;
   void require_no_links(const char* call);
 
   ucp_context_h handle_ = nullptr;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heartbeats on a link's control stream: a length-prefixed frame every interval, sent and read without blocking.
+// Heartbeats on a link's control stream: a length-prefixed frame every interval, sent and read without
+// blocking.
 //
-// A frame is a little-endian uint32 length and that many bytes (none before the first set_beat). Only the latest
-// beat matters: a peer that does not read makes us skip beats, not queue them.
+// A frame is a little-endian uint32 length and that many bytes (none before the first set_beat). Only the
+// latest beat matters: a peer that does not read makes us skip beats, not queue them.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "stream_copy.h"
+#include "thread.h"
 #include "writer.h"
 
 namespace kvrail {
@@ -37,9 +38,9 @@ void copy_slice(Writer& writer, const Batch& batch, const std::vector<Run>& runs
 CopyCrew::CopyCrew(unsigned threads, std::function<void(std::shared_ptr<CopyJob>)> finished)
     : finished_(std::move(finished)), slice_(threads > 1 ? kSliceBytes / 4 : kSliceBytes) {
   for (unsigned i = 0; i < threads; ++i) {
-    threads_.emplace_back([this] { work(); });
-    pthread_setname_np(threads_.back().native_handle(), "kvrail-copy");
-    // Copying must not take the core away from the thread that has just ordered it, in the middle of its call.
+    threads_.push_back(start_thread("kvrail-copy", [this] { work(); }));
+    // Copying must not take the core away from the thread that has just ordered it, in the middle of its
+    // call.
     sched_param param{};
     pthread_setschedparam(threads_.back().native_handle(), SCHED_BATCH, &param);
   }

@@ -17,8 +17,8 @@ namespace kvrail {
 
 class Writer;
 
-// Between two slices the writer is asked again whether it may still write (I3), so this bounds how long a copy runs
-// on after a stop, a fence or a deadline.
+// Between two slices the writer is asked again whether it may still write (I3), so this bounds how long a
+// copy runs on after a stop, a fence or a deadline.
 inline constexpr std::uint64_t kSliceBytes = 1 << 20;
 
 struct CopyJob {
@@ -28,7 +28,8 @@ struct CopyJob {
   int running = 0;       // slices being copied now
 };
 
-// Copies up to `limit` bytes of the batch, fences the stores, counts the units. The caller has asked the writer.
+// Copies up to `limit` bytes of the batch, fences the stores, counts the units. The caller has asked the
+// writer.
 void copy_slice(Writer& writer, const Batch& batch, const std::vector<Run>& runs);
 void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One ucp_ep in peer error mode: put, flush, active message, close. Used by the reactor's thread alone.
 //
-// Every call takes a callback that runs exactly once with the final status, also when the call completed or failed
-// at once; except for requests that a destroyed worker swallowed, which the link accounts for.
+// Every call takes a callback that runs exactly once with the final status, also when the call completed or
+// failed at once; except for requests that a destroyed worker swallowed, which the link accounts for.
 #pragma once
 
 #include <ucp/api/ucp.h>

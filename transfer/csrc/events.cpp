@@ -28,7 +28,8 @@ void EventQueue::push(Event event) {
 }
 
 std::vector<Event> EventQueue::drain() {
-  // Clear the fd before taking the events: one that comes in between is then taken now and only wakes once more.
+  // Clear the fd before taking the events: one that comes in between is then taken now and only wakes once
+  // more.
   eventfd_t count;
   (void)eventfd_read(fd_, &count);
   std::vector<Event> taken;

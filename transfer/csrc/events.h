@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the reactor tells Python: a queue that any thread may drain, and an eventfd that is readable while it may
-// hold something.
+// What the reactor tells Python: a queue that any thread may drain, and an eventfd that is readable while it
+// may hold something.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One peer: a worker of its own, the endpoint, the peer's pools, the writers, the messages in order.
 //
-// The public calls of the first group come from any thread and only leave a command for the reactor; all state
-// below is touched by the reactor's thread alone, except where it says otherwise.
+// The public calls of the first group come from any thread and only leave a command for the reactor; all
+// state below is touched by the reactor's thread alone, except where it says otherwise.
 #pragma once
 
 #include <atomic>

@@ -10,8 +10,8 @@
 namespace kvrail {
 namespace {
 
-// By force: time for the callbacks of what is under way; what has not called back by then is counted as failed.
-// In peace: time for the last messages to go out.
+// By force: time for the callbacks of what is under way; what has not called back by then is counted as
+// failed. In peace: time for the last messages to go out.
 constexpr Nanos kForcedEnd = 20 * kMilli;
 constexpr Nanos kPeacefulEnd = 300 * kMilli;
 
@@ -88,8 +88,8 @@ void Link::step_end(Nanos now) {
 }
 
 bool Link::worker_may_go(Nanos now) {
-  // Puts that this very process carries out (cma) always end, whatever the peer does; UCX aborts the process when
-  // its endpoint is destroyed before that.
+  // Puts that this very process carries out (cma) always end, whatever the peer does; UCX aborts the process
+  // when its endpoint is destroyed before that.
   if (!window_.empty() && puts_by_cpu_) return false;
   if (force_ && now < end_deadline_ && busy_requests()) return false;
   if (endpoint_ && !std::exchange(close_begun_, true)) {

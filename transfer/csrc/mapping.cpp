@@ -23,14 +23,12 @@ constexpr std::uint64_t kPrefault = std::uint64_t{1} << 30;
 
 // Address and offset must agree modulo 2 MiB, or the file's huge pages are mapped as small ones; the kernel sees to
 // that only when it makes huge pages of shared memory by itself.
-char* map_aligned(int fd, std::uint64_t offset, std::uint64_t nbytes) {
-  auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
-  std::uint64_t size = (nbytes + page - 1) / page * page;
-  std::uint64_t reserved = size + kHuge;
+char* map_aligned(int fd, std::uint64_t offset, std::uint64_t size, std::uint64_t huge) {
+  std::uint64_t reserved = size + huge;
   void* room = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "import_shm: mmap");
   auto first = reinterpret_cast<std::uint64_t>(room);
-  std::uint64_t start = first + (offset - first) % kHuge;
+  std::uint64_t start = first + (offset - first) % huge;
   void* data = mmap(reinterpret_cast<void*>(start), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
                     static_cast<off_t>(offset));
   if (data == MAP_FAILED) {
@@ -45,7 +43,7 @@ char* map_aligned(int fd, std::uint64_t offset, std::uint64_t nbytes) {
 
 }  // namespace
 
-Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) : nbytes_(nbytes) {
+Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   struct stat status;
   if (fstat(fd, &status) < 0) throw std::system_error(errno, std::generic_category(), "import_shm: fstat");
   auto size = static_cast<std::uint64_t>(status.st_size);
@@ -54,9 +52,12 @@ Mapping::Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes) : nbytes_(n
   int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
     throw std::invalid_argument("import_shm: the shared file is not sealed against shrinking");
-  data_ = map_aligned(fd, offset, nbytes);
+  // Huge-page files are mapped, and unmapped, in whole huge pages.
+  auto block = static_cast<std::uint64_t>(status.st_blksize);
+  nbytes_ = (nbytes + block - 1) / block * block;
+  data_ = map_aligned(fd, offset, nbytes_, std::max(kHuge, block));
   // A wish: without huge pages the lane is slower, not wrong.
-  (void)madvise(data_, nbytes, MADV_HUGEPAGE);
+  (void)madvise(data_, nbytes_, MADV_HUGEPAGE);
   // The pages are there already; faulting them in now keeps that out of the first pushes. Bounded, because the
   // caller waits: with 4 KiB pages it takes about a tenth of a second a GiB.
   (void)madvise(data_, std::min(nbytes, kPrefault), MADV_POPULATE_WRITE);

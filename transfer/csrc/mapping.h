@@ -8,19 +8,18 @@ namespace kvrail {
 
 class Mapping {
  public:
-  // Throws when the file is shorter than that, or could still shrink: touching a page that went away kills the
-  // process with SIGBUS. The descriptor stays the caller's.
+  // Throws when the file is shorter than that, or could still shrink: touching a page that went away kills
+  // the process with SIGBUS. The descriptor stays the caller's.
   Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   char* data() const { return data_; }
-  std::uint64_t nbytes() const { return nbytes_; }
 
  private:
   char* data_ = nullptr;
-  const std::uint64_t nbytes_;
+  std::uint64_t nbytes_ = 0;
 };
 
 }  // namespace kvrail

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that UCX has registered: the source of puts, and what a peer's remote key opens. The context owns it.
+// Memory that UCX has registered: the source of puts, and what a peer's remote key opens. The context owns
+// it.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -11,8 +12,8 @@ namespace kvrail {
 
 class Region {
  public:
-  // `memory`: "host", "cuda", "cuda-managed", "rocm". Throws when UCX sees another kind there: a device pointer
-  // taken for host memory registers well and then transfers slowly, or faults.
+  // `memory`: "host", "cuda", "cuda-managed", "rocm". Throws when UCX sees another kind there: a device
+  // pointer taken for host memory registers well and then transfers slowly, or faults.
   Region(ucp_context_h context, std::uint64_t address, std::uint64_t nbytes, const std::string& memory);
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;

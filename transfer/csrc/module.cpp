@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The names that Python sees (transfer/_ucx.pyi). Handles hold their parents; the GIL is released wherever a call
-// may wait or touch much memory.
-#include <ifaddrs.h>
+// The names that Python sees (transfer/_ucx.pyi). Handles hold their parents; the GIL is released wherever a
+// call may wait or touch much memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -9,107 +8,23 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 
 #include <cmath>
-#include <mutex>
 #include <system_error>
 
 #include "checksum.h"
-#include "context.h"
-#include "link.h"
-#include "log.h"
-#include "memory.h"
-#include "reactor.h"
+#include "handles.h"
+#include "interfaces.h"
+#include "process.h"
 #include "status.h"
 #include "stream_copy.h"
-#include "writer.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace kvrail {
 namespace {
 
-using Indices = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
-
-Nanos seconds(double value) {
-  if (!(value >= 0)) throw nb::value_error("a duration must not be negative");
-  // A century stands for "no limit".
-  return static_cast<Nanos>(std::min(value, 3.0e9) * 1e9);
-}
-
-std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
-
-struct PyRegion {
-  std::shared_ptr<Context> context;
-  std::shared_ptr<Region> region;
-};
-
-struct PyReactor {
-  std::shared_ptr<Reactor> reactor;
-};
-
-struct PyLink {
-  PyLink(std::shared_ptr<Reactor> reactor, std::shared_ptr<Link> link)
-      : reactor(std::move(reactor)), link(std::move(link)) {}
-  ~PyLink() {
-    // The last reference may end the reactor's thread, which never needs the GIL, but may take a moment.
-    nb::gil_scoped_release release;
-    link->close();
-    link.reset();
-    reactor.reset();
-  }
-  std::shared_ptr<Reactor> reactor;
-  std::shared_ptr<Link> link;
-};
-
-class PyWriter {
- public:
-  PyWriter(std::shared_ptr<PyLink> link, std::shared_ptr<Writer> writer)
-      : link_(std::move(link)), writer_(std::move(writer)) {}
-  ~PyWriter() {
-    if (!stopped_) link_->link->on_writer(writer_, [](Writer& writer) { writer.abandon(); });
-  }
-  PyWriter(const PyWriter&) = delete;
-  PyWriter& operator=(const PyWriter&) = delete;
-
-  const Writer& writer() const { return *writer_; }
-  void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
-
-  void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets) {
-    if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
-    if (rung_) throw nb::value_error("push: the doorbell was already ordered");
-    if (stopped_) return;
-    auto batch = std::make_shared<Batch>(pool, source,
-                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
-    act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
-  }
-
-  void ring(const nb::bytes& message) {
-    if (rung_) throw nb::value_error("ring: the doorbell was already ordered");
-    rung_ = true;
-    act([message = to_string(message)](Writer& writer) { writer.ring(message); });
-  }
-
-  void stop() {
-    if (std::exchange(stopped_, true)) return;
-    writer_->forbid();
-    act([](Writer& writer) { writer.stop(); });
-  }
-
- private:
-  void act(std::function<void(Writer&)> what) { link_->link->on_writer(writer_, std::move(what)); }
-
-  const std::shared_ptr<PyLink> link_;
-  const std::shared_ptr<Writer> writer_;
-  bool rung_ = false, stopped_ = false;
-};
 
 std::shared_ptr<Pool> make_pool(std::uint64_t nbytes, std::uint64_t unit_bytes) {
   if (unit_bytes == 0 || nbytes == 0 || nbytes % unit_bytes != 0)
@@ -160,52 +75,6 @@ nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t 
   return {sums, {pages.size()}, owner};
 }
 
-// (name, address) of every network interface.
-std::vector<std::pair<std::string, std::string>> interfaces() {
-  ifaddrs* first;
-  if (getifaddrs(&first) < 0) throw std::system_error(errno, std::generic_category(), "getifaddrs");
-  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owned(first, freeifaddrs);
-  std::vector<std::pair<std::string, std::string>> found;
-  for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
-    if (each->ifa_addr == nullptr) continue;
-    int family = each->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) continue;
-    socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-    char text[NI_MAXHOST];
-    if (getnameinfo(each->ifa_addr, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0)
-      found.emplace_back(each->ifa_name, text);
-  }
-  return found;
-}
-
-// Reactors that are still running when the interpreter ends are closed before UCX's own destructors run.
-class Running {
- public:
-  void add(const std::shared_ptr<Reactor>& reactor) {
-    std::lock_guard lock(mutex_);
-    std::erase_if(reactors_, [](const auto& each) { return each.expired(); });
-    reactors_.push_back(reactor);
-  }
-  void close_all() {
-    std::vector<std::weak_ptr<Reactor>> reactors;
-    {
-      std::lock_guard lock(mutex_);
-      reactors.swap(reactors_);
-    }
-    for (const auto& each : reactors)
-      if (auto reactor = each.lock()) reactor->close();
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Reactor>> reactors_;
-};
-
-Running& running() {
-  static Running running;
-  return running;
-}
-
 PyReactor make_reactor(std::shared_ptr<Context> context, long spin_us, int copy_threads) {
   if (spin_us < 0 || copy_threads < 0 || copy_threads > 64)
     throw nb::value_error("spin_us must not be negative, copy_threads be 0 to 64");
@@ -221,7 +90,7 @@ NB_MODULE(_ucx, m) {
   using namespace kvrail;
   // Handles that live until the interpreter ends are no leak worth a warning on stderr.
   nb::set_leak_warnings(false);
-  log_to_stderr();
+  tame_ucx();
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { running().close_all(); }, ReleaseGil()));
 
   // The module lives as long as the interpreter, and so does this reference.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The puts of a link that are under way: at most so many, and at most so many bytes, so that a stop is answered soon
-// and no writer waits behind all of another's pages.
+// The puts of a link that are under way: at most so many, and at most so many bytes, so that a stop is
+// answered soon and no writer waits behind all of another's pages.
 #pragma once
 
 #include <array>

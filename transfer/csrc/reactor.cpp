@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "reactor.h"
 
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include "context.h"
 #include "link.h"
 #include "status.h"
+#include "thread.h"
 #include "writer.h"
 
 namespace kvrail {
@@ -52,8 +52,7 @@ Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_thr
       post([job = std::move(job)] { job->writer->link().copy_done(*job); });
     });
   }
-  thread_ = std::thread([this] { run(); });
-  pthread_setname_np(thread_.native_handle(), "kvrail-ucx");
+  thread_ = start_thread("kvrail-ucx", [this] { run(); });
 }
 
 Reactor::~Reactor() {
@@ -63,6 +62,7 @@ Reactor::~Reactor() {
 }
 
 std::shared_ptr<Link> Reactor::open_link(std::uint32_t epoch, std::uint64_t cookie) {
+  context_->require_open("open_link");
   auto link = std::make_shared<Link>(*this, next_link_++, epoch, cookie);
   bool posted = post([this, link] {
     links_.emplace(link->id(), link);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one progress thread: owns every worker, endpoint, key and request. Others leave commands in a queue; it tells
-// them through the event queue.
+// The one progress thread: owns every worker, endpoint, key and request. Others leave commands in a queue; it
+// tells them through the event queue.
 //
-// It spins for `spin` after the last work, then arms every worker and sleeps in epoll. A command wakes it only when
-// it sleeps.
+// It spins for `spin` after the last work, then arms every worker and sleeps in epoll. A command wakes it
+// only when it sleeps.
 #pragma once
 
 #include <atomic>

@@ -18,9 +18,9 @@ void copy_plain(char* target, const char* source, std::size_t nbytes) { std::mem
 
 #if defined(__x86_64__)
 
-// Whole cache lines go to a line-aligned target: a line that non-temporal stores write only in part costs a read of
-// memory. The ends go by memcpy. Four streams, a small page of memory apart, keep more prefetchers and more misses
-// busy than one: half as fast again. Software prefetch only slows this down.
+// Whole cache lines go to a line-aligned target: a line that non-temporal stores write only in part costs a
+// read of memory. The ends go by memcpy. Four streams, a small page of memory apart, keep more prefetchers
+// and more misses busy than one: half as fast again. Software prefetch only slows this down.
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kStream = 4096;
 constexpr std::size_t kStreams = 4;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // memcpy that does not read, or keep, the target's lines in the cache (non-temporal stores).
 //
-// The stores are weakly ordered: whoever copied calls stream_fence() before it tells anyone that the bytes are there.
+// The stores are weakly ordered: whoever copied calls stream_fence() before it tells anyone that the bytes
+// are there.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,8 @@ namespace kvrail {
 
 class Worker {
  public:
-  // `on_message(arg, header, header_length, data, length, param)` runs inside progress() for every active message.
+  // `on_message(arg, header, header_length, data, length, param)` runs inside progress() for every active
+  // message.
   Worker(ucp_context_h context, unsigned message_id, ucp_am_recv_callback_t on_message, void* arg);
   // Closes the worker's sockets and queue pairs: afterwards nothing that a peer posts to it can land any more
   // over tcp or rdma. Callbacks of requests that are still pending may never run.

@@ -88,8 +88,8 @@ class Writer : public std::enable_shared_from_this<Writer> {
   bool waits_ = false;
   bool stopping_ = false, silent_ = false;
   bool rung_ = false, failed_said_ = false, quiet_said_ = false;
-  // Why nothing more is posted; and, apart from it, whether a write may be lost or still under way. A refusal sets
-  // only the first: what was posted before it can still be proven quiet.
+  // Why nothing more is posted; and, apart from it, whether a write may be lost or still under way. A refusal
+  // sets only the first: what was posted before it can still be proven quiet.
   ucs_status_t refused_ = UCS_OK;
   ucs_status_t unproven_ = UCS_OK;
 };

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "log.h"
+#include "process.h"
 
+#include <signal.h>
+#include <ucs/debug/debug.h>
 #include <ucs/debug/log_def.h>
 #include <unistd.h>
 
@@ -24,6 +26,9 @@ ucs_log_func_rc_t write_line(const char* file, unsigned line, const char*, ucs_l
 
 }  // namespace
 
-void log_to_stderr() { ucs_log_push_handler(write_line); }
+void tame_ucx() {
+  ucs_log_push_handler(write_line);
+  ucs_debug_disable_signal(SIGHUP);
+}
 
 }  // namespace kvrail

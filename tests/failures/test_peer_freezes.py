@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer that stands still for ten seconds (SIGSTOP), on lanes shm and put/tcp; a cancel that overtakes its call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from kit.asking import Asking, ask, make_prompt
+from kit.breakable import Breakable, wait_idle
+from kit.cluster import wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
+
+FROZEN_S = 10.0
+
+
+def check_recovered(split: Breakable) -> None:
+    """Links work again, prompts go to the PE again, nothing is held."""
+    for ce in (split.ce, split.ce_tcp):
+        split.wait_linked(ce)
+        answer = ask(ce, make_prompt(100))
+        split.check(answer)
+        assert answer.route == "remote"
+    wait_idle(split.pe(), split.ce, split.ce_tcp)
+
+
+def test_pe_freezes_mid_push(split: Breakable) -> None:
+    """The CEs answer by themselves while it stands still; what it writes when it wakes up hits nobody."""
+    pe = split.pe()
+    askings = [split.begin_push(ce) for ce in (split.ce, split.ce_tcp)]
+    started = time.monotonic()
+    pe.freeze()
+    try:
+        # New ones as well, into pages next to those that the frozen PE may still write.
+        askings += [Asking(ce, make_prompt(100)) for ce in (split.ce, split.ce_tcp)]
+        for asking in askings:
+            asking.wait()
+            assert asking.route == "local"
+        time.sleep(max(0.0, started + FROZEN_S - time.monotonic()))
+    finally:
+        pe.thaw()
+    for asking in askings:
+        split.check(asking)
+    check_recovered(split)
+
+
+def test_ces_freeze_mid_push(split: Breakable) -> None:
+    """The PE stays able to serve; the CEs finish what they had when they wake up."""
+    pe = split.pe()
+    ces = (split.ce, split.ce_tcp)
+    askings = [split.begin_push(ce, max_tokens=20) for ce in ces]
+    for ce in ces:
+        ce.freeze()
+    try:
+        time.sleep(FROZEN_S)
+        assert pe.http.get("/ready").status_code == 200
+    finally:
+        for ce in ces:
+            ce.thaw()
+    for asking in askings:
+        split.check(asking.wait())
+    check_recovered(split)
+
+
+def test_cancel_overtakes_its_prefill_call(split: Breakable) -> None:
+    """The PE's front stands still, its rank does not: the cancel comes by link before the call comes by HTTP."""
+    pe = split.pe()
+    front = pe.process.pid
+    granted = split.ce.metric("kvrail_ticket_granted_total")
+    os.kill(front, signal.SIGSTOP)
+    try:
+        asking = Asking(split.ce, make_prompt(200))
+        wait_until(
+            lambda: split.ce.metric("kvrail_ticket_granted_total") > granted,
+            20,
+            "a ticket is granted",
+            split.ce,
+        )
+        asking.hang_up()
+        # The pages come back although the call is still on its way.
+        wait_idle(split.ce)
+    finally:
+        os.kill(front, signal.SIGCONT)
+    check_recovered(split)

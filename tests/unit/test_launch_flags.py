@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that cannot work are refused in one line that names them, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrail.frontend import cli
+from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.errors import ConfigError
+
+GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"role": "both"}, "--role both: pe, ce or single"),
+    ({"dp": 0}, "--dp must be"),
+    ({"port": 65536}, "--port 65536: 0 to 65535"),
+    ({"page_tokens": 8}, "--page-tokens must be between 16 and 256"),
+    ({"page_tokens": 257}, "--page-tokens must be between 16 and 256"),
+    ({"kv_pages": 1}, "--kv-pages"),
+    ({"kv_memory_gb": 0.0}, "--kv-memory-gb"),
+    ({"kv_memory_gb": 1.0, "kv_pages": 9}, "--kv-pages or --kv-memory-gb, not both"),
+    ({"verify_kv": 1.5}, "--verify-kv"),
+    ({"link_share": 0.0}, "--link-share"),
+    ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens"),
+    ({"dtype": "int4"}, "--dtype int4"),
+    ({"role": "pe", "pe_url": ("http://h",)}, "--pe-url is for --role ce only"),
+    ({"pe_url": ("127.0.0.1:8889",)}, "--pe-url 127.0.0.1:8889: a URL such as http://"),
+    ({"local_prefill": "never"}, "--local-prefill never needs at least one --pe-url"),
+    ({"host": "0.0.0.0"}, "--host 0.0.0.0 is not loopback: give the cluster token with --token-file"),
+    ({"host": "::"}, "--host :: is not loopback"),
+    ({"host": ""}, "--host  is not loopback"),
+    ({"kv_host": "eth0"}, "--kv-host eth0 is not loopback: give the cluster token with --token-file"),
+    ({"require_lane": "rdma"}, "--require-lane rdma: shm, put, put/cma or put/tcp"),
+    ({"require_lane": "shm/cma"}, "--require-lane shm/cma: shm, put, put/cma or put/tcp"),
+    ({"require_lane": "shm", "lane": "put"}, "--require-lane shm cannot hold with --lane put"),
+    ({"require_lane": "put/cma", "put_transport": "tcp"}, "cannot hold with --put-transport tcp"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_what_cannot_work_is_named(wrong: dict[str, Any], said: str) -> None:
+    LaunchConfig(**GOOD)
+    with pytest.raises(ConfigError) as refusal:
+        LaunchConfig(**{**GOOD, **wrong})
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("lane", ["shm", "put", "put/cma", "put/tcp", "put/rc_mlx5"])
+def test_lanes_that_may_be_required(lane: str) -> None:
+    assert LaunchConfig(**GOOD, require_lane=lane).require_lane == lane
+    assert LaunchConfig(**GOOD, require_lane=lane, lane=lane.partition("/")[0]).require_lane == lane  # type: ignore[arg-type]
+
+
+def run(*flags: str, folder: Path) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvrail.frontend.cli", "launch", *flags, "--runtime-dir", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "60"},
+        check=False,
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_one_line_whatever_the_terminal_s_width(tmp_path: Path) -> None:
+    status, said = run("--role", "pe", "--model", "m", "--host", "0.0.0.0", folder=tmp_path)
+    assert (status, said) == (
+        2,
+        ["runtime: --host 0.0.0.0 is not loopback: give the cluster token with --token-file"],
+    )
+
+
+def test_a_token_that_others_can_read(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o644)
+    status, said = run("--role", "pe", "--model", "m", "--token-file", str(token), folder=tmp_path)
+    assert (status, len(said)) == (2, 1)
+    assert "others can read it: chmod 600" in said[0]
+
+
+def test_a_folder_too_deep_for_unix_sockets(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    status, said = run("--role", "pe", "--model", str(model), "--port", "0", folder=deep)
+    assert (status, len(said)) == (2, 1)
+    assert "give a shorter --runtime-dir" in said[0]
+
+
+def test_help_has_every_setting_in_a_named_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.app(["launch", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(LaunchConfig):
+        assert "--" + field.name.replace("_", "-") in text
+    for group in ("Role and model", "Addresses", "Links and lanes"):
+        assert group in text

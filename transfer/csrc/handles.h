@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// What Python holds: each handle holds its parents, and closes what it names when it is dropped.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "context.h"
+#include "link.h"
+#include "memory.h"
+#include "reactor.h"
+#include "writer.h"
+
+namespace kvrail {
+
+namespace nb = nanobind;
+
+using Indices = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+inline Nanos seconds(double value) {
+  if (!(value >= 0)) throw nb::value_error("a duration must not be negative");
+  // A century stands for "no limit".
+  return static_cast<Nanos>(std::min(value, 3.0e9) * 1e9);
+}
+
+inline std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+inline nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+struct PyRegion {
+  std::shared_ptr<Context> context;
+  std::shared_ptr<Region> region;
+};
+
+struct PyReactor {
+  std::shared_ptr<Reactor> reactor;
+};
+
+struct PyLink {
+  PyLink(std::shared_ptr<Reactor> reactor, std::shared_ptr<Link> link)
+      : reactor(std::move(reactor)), link(std::move(link)) {}
+  ~PyLink() {
+    // The last reference may end the reactor's thread, which never needs the GIL, but may take a moment.
+    nb::gil_scoped_release release;
+    link->close();
+    link.reset();
+    reactor.reset();
+  }
+  std::shared_ptr<Reactor> reactor;
+  std::shared_ptr<Link> link;
+};
+
+class PyWriter {
+ public:
+  PyWriter(std::shared_ptr<PyLink> link, std::shared_ptr<Writer> writer)
+      : link_(std::move(link)), writer_(std::move(writer)) {}
+  ~PyWriter() {
+    if (!stopped_) link_->link->on_writer(writer_, [](Writer& writer) { writer.abandon(); });
+  }
+  PyWriter(const PyWriter&) = delete;
+  PyWriter& operator=(const PyWriter&) = delete;
+
+  const Writer& writer() const { return *writer_; }
+  void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
+
+  void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets) {
+    if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
+    if (rung_) throw nb::value_error("push: the doorbell was already ordered");
+    if (stopped_) return;
+    auto batch = std::make_shared<Batch>(pool, source,
+                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
+                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
+    act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+  }
+
+  void ring(const nb::bytes& message) {
+    if (rung_) throw nb::value_error("ring: the doorbell was already ordered");
+    rung_ = true;
+    act([message = to_string(message)](Writer& writer) { writer.ring(message); });
+  }
+
+  void stop() {
+    if (std::exchange(stopped_, true)) return;
+    writer_->forbid();
+    act([](Writer& writer) { writer.stop(); });
+  }
+
+ private:
+  void act(std::function<void(Writer&)> what) { link_->link->on_writer(writer_, std::move(what)); }
+
+  const std::shared_ptr<PyLink> link_;
+  const std::shared_ptr<Writer> writer_;
+  bool rung_ = false, stopped_ = false;
+};
+
+// Reactors that are still running when the interpreter ends are closed before UCX's own destructors run.
+class Running {
+ public:
+  void add(const std::shared_ptr<Reactor>& reactor) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(reactors_, [](const auto& each) { return each.expired(); });
+    reactors_.push_back(reactor);
+  }
+  void close_all() {
+    std::vector<std::weak_ptr<Reactor>> reactors;
+    {
+      std::lock_guard lock(mutex_);
+      reactors.swap(reactors_);
+    }
+    for (const auto& each : reactors)
+      if (auto reactor = each.lock()) reactor->close();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Reactor>> reactors_;
+};
+
+inline Running& running() {
+  static Running running;
+  return running;
+}
+
+}  // namespace kvrail
