@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
@@ -69,8 +67,6 @@ def page_count(config: LaunchConfig, layout: PageLayout) -> int:
 def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
     """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
     config = spec.config
-    # Its bars are for terminals; this process writes a log.
-    disable_progress_bar()
     checkpoint = open_checkpoint(config.model, _log_progress)
     model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
     layout = model.layout

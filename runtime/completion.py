@@ -254,11 +254,10 @@ class Completion:
 
     def _prefill_here(self, request: Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""
-        request.phase = "decoding"
+        request.phase, request.route = "decoding", "local"
         sampling = request.submit.sampling
         try:
             if hand_off is None:
-                request.route = "local"
                 self.engine.add(request.id, request.tokens, sampling)
             else:
                 self.engine.resume(request.id, request.tokens, sampling, first_token=hand_off.first_token)

@@ -220,7 +220,3 @@ def _serve(spec: RankSpec, front: Front) -> None:
 
 if __name__ == "__main__":
     main()
-    # Everything that others can notice is closed. Taking down an interpreter with torch in it costs a second of the
-    # five in which a role must be gone.
-    logging.shutdown()
-    os._exit(0)
