@@ -9,15 +9,18 @@ import pytest
 
 from kit.asking import Asking, ask, make_prompt
 from kit.breakable import LONG, Breakable, wait_idle
+from kit.cluster import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def test_pe_killed_mid_push(split: Breakable) -> None:
-    """Both lanes, with requests running and waiting: local answers; a new PE on the port serves at once."""
+    """Pushed over tcp, with a request for the other lane behind it: local answers; a new PE serves at once."""
     pe = split.pe()
     fallbacks = {ce: ce.metric("kvrail_prefill_fallbacks_total") for ce in (split.ce, split.ce_tcp)}
-    askings = [split.begin_push(ce) for ce in fallbacks] + [Asking(ce, make_prompt(200)) for ce in fallbacks]
+    # The PE computes one prompt after the other: the second has its ticket, and nothing has been pushed.
+    askings = [split.begin_push(split.ce_tcp), Asking(split.ce, make_prompt(LONG))]
+    wait_until(lambda: split.ce.metric("kvrail_tickets") == 1, 20, "both have tickets", split.ce)
     pe.kill()
     for asking in askings:
         split.check(asking.wait())
@@ -36,6 +39,7 @@ def test_pe_killed_mid_push(split: Breakable) -> None:
 def test_pe_restarted_while_requests_run(split: Breakable) -> None:
     """A stream of requests across a restart on the same port: each is whole; the new PE takes over."""
     pe = split.pe()
+    # This time it is lane shm that is being pushed.
     running = [split.begin_push(split.ce), Asking(split.ce_tcp, make_prompt(LONG))]
     pe.kill()
     pe = split.replace_pe()
