@@ -33,7 +33,7 @@ def test_pe_freezes_mid_push(split: Breakable, lane: str) -> None:
     """The CEs answer by themselves while it stands still; what it writes when it wakes up hits nobody."""
     pe = split.pe()
     first, second = (split.ce, split.ce_tcp) if lane == "shm" else (split.ce_tcp, split.ce)
-    # The PE computes one prompt after the other: the second has its ticket, and nothing has been pushed.
+    # The PE computes one prompt after the other: of the second nothing has been pushed.
     askings = [split.begin_push(first), Asking(second, make_prompt(LONG))]
     started = time.monotonic()
     pe.freeze()
