@@ -141,19 +141,20 @@ class Breakable:
         return answer.tokens
 
     def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6) -> Asking:
-        """A request of which some pages have been pushed to `ce`, while more are still to come."""
+        """A request of which some pages have been pushed to `ce`, while at least half of them are still to come."""
         while True:
             before = self._pe.metric("kvrail_link_pages_total")
             asking = Asking(ce, make_prompt(length), max_tokens)
 
-            def pushed() -> bool:
-                return self._pe.metric("kvrail_link_pages_total") > before  # noqa: B023
+            def pushed(before: float = before) -> float:
+                return self._pe.metric("kvrail_link_pages_total") - before
 
-            wait_until(pushed, 30, "pages are pushed", self._pe, ce)
-            if not asking.first_token.is_set():
+            wait_until(lambda read=pushed: read() > 0, 30, "pages are pushed", self._pe, ce)
+            if not asking.first_token.is_set() and pushed() <= length / PAGE_TOKENS / 2:
                 return asking
+            # The PE reports four times a second, which was too late this time.
             self.check(asking.wait())
-            length = min(2 * length, 1200)  # This machine is faster than the PE's reports.
+            length = min(2 * length, 1200)
 
     def check(self, answer: Asking) -> None:
         """A whole answer, equal to the single engine's."""
