@@ -20,7 +20,7 @@ import msgspec
 
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.runtime.config import LaunchConfig
-from kvrail.runtime.control.admission import Admission
+from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
@@ -41,7 +41,10 @@ _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 
 @dataclass
 class Job:
-    """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason."""
+    """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
+
+    `route` is where its prompt was prefilled, by the newest output.
+    """
 
     request_id: str
     api: str
@@ -49,6 +52,7 @@ class Job:
     sampling: Sampling
     affinity: bytes
     outcome: str = ""
+    route: str = ""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -89,7 +93,7 @@ class Dispatcher:
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
-                async with contextlib.aclosing(self._on_rank(job, place.route)) as outputs:
+                async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
                         place.prefilled()
                         note.output(output, self._metrics)
@@ -105,9 +109,9 @@ class Dispatcher:
         finally:
             note.end(self._metrics)
 
-    async def _on_rank(self, job: Job, route: Route) -> AsyncGenerator[Output, None]:
+    async def _on_rank(self, job: Job, place: Place) -> AsyncGenerator[Output, None]:
         """Submit, call the prefill engine when the pages are granted, and yield outputs."""
-        rank, peer = self._ranks[route.rank], route.peer
+        rank, peer = self._ranks[place.route.rank], place.route.peer
         submit = Submit(
             request_id=job.request_id,
             tokens=pack_u32(job.tokens),
@@ -117,6 +121,8 @@ class Dispatcher:
         )
         call: asyncio.Task[None] | None = None
         with rank.submit(submit) as request:
+            # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
+            request.on_end = place.leave
             try:
                 async for event in request:
                     match event:
@@ -237,8 +243,8 @@ class _Note:
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()
         count = len(output.tokens) // 4
+        self._route = output.route
         if self._first_s is None:
-            self._route = output.route
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
         elif count:

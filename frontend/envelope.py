@@ -111,7 +111,14 @@ def install_error_bodies(app: FastAPI) -> None:
         first = error.errors()[0]
         param = _field(first["loc"]) if first["type"] != "json_invalid" else ""
         reason = _REASONS.get(first["type"], first["msg"].removeprefix("Value error, "))
-        message = f"{param}: {reason}" if param else reason
+        if param:
+            message = f"{param}: {reason}"
+        elif len(first["loc"]) == 1 and first["type"] != "json_invalid":
+            message = "the body must be a JSON object"
+        elif first["type"] == "extra_forbidden":
+            message = f"{str(first['loc'][-1])[:100]!r} {reason}"
+        else:
+            message = reason
         body = {"message": message, "type": "invalid_request_error", "param": param or None, "code": None}
         return json_response({"error": body}, 400)
 

@@ -102,7 +102,8 @@ class GenerationRequest(_Shape):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0.0, le=2.0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1)
+    # As much as a message to a rank can carry; what exceeds the vocabulary cuts nothing.
+    top_k: int | None = Field(None, ge=-1, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     stream: bool | None = None

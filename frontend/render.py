@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation or a text to token ids, once: the checkpoint's own chat template and tokenizer.
 
-The tokenizer is used directly (a folder with tokenizer.json), which starts in a fraction of a second; only GGUF
-files and older tokenizers are read through transformers.
+The tokenizer is used directly (a folder with tokenizer.json), which starts in a fraction of a second; only older
+tokenizers are read through transformers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Renderer:
 
     @classmethod
     def load(cls, model: str | Path, *, thinking: bool = False) -> Renderer:
-        """From a model folder or a GGUF file. Raises ConfigError when it has no usable tokenizer."""
+        """From a model folder (whoever launches has made one of a GGUF file or a hub name).
+
+        Raises ConfigError when it has no usable tokenizer.
+        """
         path = Path(model)
         if not (path / "tokenizer.json").is_file():
             return _through_transformers(path, thinking)
@@ -135,8 +138,9 @@ class Renderer:
             raise BadRequest("the text contains a lone surrogate, which is no character") from None
         if len(text) < _LONG_TEXT:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
-        return list(encoding.ids)
+        # As a batch of one: `encode` keeps the GIL, and so the event loop, for as long as it takes.
+        encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=special)
+        return list(encodings[0].ids)
 
 
 def _compile(template: str) -> jinja2.Template:
@@ -175,7 +179,9 @@ def _template_text(path: Path, config: dict[str, Any]) -> str | None:
 
 def _eos_ids(path: Path, model_config: dict[str, Any], tokenizer: Tokenizer, token: str | None) -> list[int]:
     """Every token that ends an answer, by the generation config, the model config and the tokenizer."""
-    named = _json(path / "generation_config.json").get("eos_token_id", model_config.get("eos_token_id"))
+    named = _json(path / "generation_config.json").get("eos_token_id")
+    if named is None:
+        named = model_config.get("eos_token_id")
     found = set(named) if isinstance(named, list) else {named}
     found.add(tokenizer.token_to_id(token) if token else None)
     return sorted(number for number in found if isinstance(number, int))
@@ -192,14 +198,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _through_transformers(path: Path, thinking: bool) -> Renderer:
-    """GGUF files and tokenizers without tokenizer.json: transformers converts them (slow to import)."""
+    """Tokenizers without tokenizer.json: transformers converts them (slow to import)."""
     from transformers import AutoTokenizer
 
     try:
-        if path.suffix == ".gguf":
-            loaded = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        else:
-            loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=path.exists())
+        loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no tokenizer can be read from {path}: {error}") from None
     eos = loaded.eos_token_id

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.dispatch import Dispatcher, Job
@@ -54,7 +55,7 @@ def openai_routes(
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
     class KeyedRoute(APIRoute):
-        """Asks for the key before the body is read."""
+        """Asks for the key, and what kind of body comes, before the body is read."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
@@ -62,6 +63,9 @@ def openai_routes(
             async def guarded(request: Request) -> Response:
                 if not keys.allow(request.headers.get("authorization")):
                     raise Unauthorized("give a valid API key: Authorization: Bearer …")
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if request.method == "POST" and kind != "application/json":
+                    raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
                 return await handle(request)
 
             return guarded
@@ -142,13 +146,14 @@ def openai_routes(
         outputs = dispatcher.run(job)
         async with until_disconnect(request.receive):
             first = await anext(outputs)
-        headers: dict[str, str] = {"x-kvrail-prefill": first.route}
         pieces = _pieces(job, first, outputs, text)
         if body.stream:
-            return _EventStream(_events(pieces, text, form), headers)
+            return _EventStream(_events(pieces, text, form), {"x-kvrail-prefill": first.route})
         async with contextlib.aclosing(pieces), until_disconnect(request.receive):
             whole = [piece async for piece in pieces]
-        return json_response(form.whole(whole, text.usage), headers=headers)
+        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
+        # again here. The header of a stream is out by then.
+        return json_response(form.whole(whole, text.usage), headers={"x-kvrail-prefill": job.route})
 
     def card() -> dict[str, object]:
         return {
@@ -181,6 +186,7 @@ async def _pieces(
     async with contextlib.aclosing(outputs):
         output: Output | None = first
         while output is not None:
+            job.route = output.route
             piece = answer.feed(output)
             if piece.finish_reason is not None:
                 break

@@ -32,11 +32,12 @@ def status_routes(
     """The routes that watch over a role. None of them waits for anything."""
     router = APIRouter()
 
-    @router.get("/health")
+    # HEAD as well: that is how some load balancers ask.
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return json_response({"status": "alive", "role": config.role, "model": config.model_name})
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         reasons = ["the server is stopping"] if stopping() else _missing(config, ranks, peers)
         if reasons:

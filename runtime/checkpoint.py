@@ -130,7 +130,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 

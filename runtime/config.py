@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from kvrail.runtime.errors import ConfigError
 
@@ -69,7 +70,9 @@ class LaunchConfig:
     )
     local_prefill_max_tokens: int = _setting(0, "ce: with auto, prompts up to this length are prefilled here")
     verify_kv: float = _setting(0.01, "share of requests whose pages are checked by checksum, 0 to 1")
-    ticket_ttl_s: float = _setting(10.0, "seconds that a ticket lives without progress")
+    ticket_ttl_s: float = _setting(
+        30.0, "seconds that a ticket lives without progress; more than the longest step of the model takes"
+    )
     link_share: float = _setting(
         0.25, "largest share of the pool that one link may hold in tickets and quarantine"
     )
@@ -92,26 +95,39 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
-        _require(self.dp >= 1, "--dp must be at least 1")
+        _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
         for url in self.pe_url:
-            _require(
-                url.startswith(("http://", "https://")),
-                f"--pe-url {url}: a URL such as http://127.0.0.1:8889",
-            )
+            _require(_is_http_url(url), f"--pe-url {url}: a URL such as http://127.0.0.1:8889")
         _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
-        _require(self.kv_pages is None or self.kv_pages >= 2, "--kv-pages must be at least 2")
-        _require(self.kv_memory_gb is None or self.kv_memory_gb > 0, "--kv-memory-gb must be positive")
+        # Page indices are 32 bits wide.
+        _require(
+            self.kv_pages is None or 2 <= self.kv_pages < 2**31,
+            "--kv-pages must be at least 2 and below 2^31",
+        )
+        _require(
+            self.kv_memory_gb is None or 0 < self.kv_memory_gb <= 2**20,
+            "--kv-memory-gb must be above 0 and at most 1048576",
+        )
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
+        _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
         _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
-        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(self.max_queue >= 0, "--max-queue must be at least 0")
+        _require(self.local_prefill_max_tokens >= 0, "--local-prefill-max-tokens must be at least 0")
         _require(
-            self.ticket_ttl_s > 0 and self.heartbeat_s > 0,
-            "--ticket-ttl-s and --heartbeat-s must be positive",
+            self.spin_us is None or 0 <= self.spin_us <= 10**6, "--spin-us must be between 0 and 1000000"
+        )
+        _require(1 <= self.copy_threads <= 64, "--copy-threads must be between 1 and 64")
+        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(0.01 <= self.heartbeat_s <= 60, "--heartbeat-s must be between 0.01 and 60")
+        # Progress comes with heartbeats: some must fit into the life of a ticket, or none would live.
+        _require(
+            4 * self.heartbeat_s <= self.ticket_ttl_s <= 3600,
+            f"--ticket-ttl-s must be between four heartbeats ({4 * self.heartbeat_s:g}) and 3600",
         )
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
@@ -156,6 +172,14 @@ class LaunchConfig:
 def _require(condition: bool, text: str) -> None:
     if not condition:
         raise ConfigError(text)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, an IPv6 address without its bracket
+        return False
 
 
 def _require_lane(required: str | None, lane: str, put_transport: str) -> None:

@@ -21,7 +21,7 @@ from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
 from kvrail.runtime.sampler import sample
-from kvrail.runtime.scheduler import Pending, Turn, plan_step, victim
+from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
@@ -204,6 +204,8 @@ class EmbeddedEngine:
     def _admit(self) -> None:
         """Move waiting sequences into the batch while there are seats, tokens in the budget, and pages."""
         budget = self._token_budget - sum(s.remaining for s in self._running)
+        if all(s.remaining == 1 for s in self._running):
+            budget = max(budget, LEAST_CHUNK)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
             if not self._take_pages(sequence):

@@ -58,7 +58,7 @@ def _convert(file: Path, folder: Path, progress: Progress | None) -> None:
             warnings.simplefilter("ignore")
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise ConfigError(f"{file}: transformers cannot read this GGUF file: {error}") from error
     refuse_unsupported(config, str(file))
     dtype = _write_weights(file, config, folder, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvrail.runtime.messages import LinkReport, ToFront
 from kvrail.transfer.link_events import (
@@ -20,9 +20,14 @@ from kvrail.transfer.link_events import (
     Suspect,
 )
 
-__all__ = ["LinkBoard"]
+__all__ = ["MOST_ENDED", "LinkBoard", "forget_ended"]
 
 State = Literal["connecting", "up", "suspect", "down", "refused"]
+# So many links that have ended are remembered: a PE hears of a new peer at every restart of a CE, for ever.
+MOST_ENDED = 32
+
+
+_Key = TypeVar("_Key", bound=tuple[bytes, int])
 
 
 class LinkBoard:
@@ -49,7 +54,9 @@ class LinkBoard:
             table.pop(key, None)
 
     def count(self, key: LinkKey, **amounts: float) -> None:
-        """Add to the counters of a link (pages, bytes, tickets, failures)."""
+        """Add to the counters of a link (pages, bytes, tickets, failures); not of one that is forgotten."""
+        if key not in self._reports:
+            return
         counters = self._counters.setdefault(key, Counter())
         for name, amount in amounts.items():
             counters[name] += amount  # type: ignore[assignment]
@@ -126,5 +133,18 @@ class LinkBoard:
             )
 
     def _set(self, report: LinkReport) -> None:
-        self._reports[LinkKey(report.incarnation, report.rank)] = report
+        for key in forget_ended(self._reports, LinkKey(report.incarnation, report.rank), report):
+            for table in (self._counters, self._stuck, self._steps):
+                table.pop(key, None)
         self._send(report)
+
+
+def forget_ended(reports: dict[_Key, LinkReport], key: _Key, report: LinkReport) -> list[_Key]:
+    """Put in a report as the newest; take out, and return, those that ended longest ago, beyond MOST_ENDED."""
+    reports.pop(key, None)
+    reports[key] = report
+    ended = [key for key, known in reports.items() if known.state in ("down", "refused")]
+    oldest = ended[: max(0, len(ended) - MOST_ENDED)]
+    for key in oldest:
+        del reports[key]
+    return oldest

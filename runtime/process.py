@@ -113,8 +113,11 @@ class RankProcesses:
 def _private_directory(config: LaunchConfig) -> Path:
     """A fresh folder for this role under the runtime folder, both of mode 0700; clears those of dead roles."""
     base = config.resolved_runtime_dir()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = base.stat()
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = base.stat()
+    except OSError as error:
+        raise ConfigError(f"--runtime-dir {base} cannot be used: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{base} must belong to this user with mode 0700: repair it, or give --runtime-dir")
     for old in base.glob("*.run"):

@@ -2,7 +2,8 @@
 """Who runs in the next step: pure policy over counts, without clocks, pages or tensors.
 
 Decoding sequences come first, one token each, so that running answers never stall behind a long prompt; what is left
-of the token budget goes to prompts in the order of their arrival, cut into chunks.
+of the token budget goes to prompts in the order of their arrival, cut into chunks. Where decoding alone fills the
+budget, the oldest prompt still gets a small chunk: neither side starves the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Pending", "Turn", "plan_step", "victim"]
+__all__ = ["LEAST_CHUNK", "Pending", "Turn", "plan_step", "victim"]
+
+# Tokens of prompts in a step, whatever the budget says.
+LEAST_CHUNK = 16
 
 
 class Pending(NamedTuple):
@@ -30,19 +34,17 @@ class Turn(NamedTuple):
 def plan_step(running: Sequence[Pending], *, token_budget: int) -> list[Turn]:
     """Turns for running sequences (in the order of arrival); their counts sum to at most `token_budget`.
 
-    More decoding sequences than the budget has tokens still get one token each: a step is never empty while
-    something runs, and none of them starves.
+    More decoding sequences than the budget has tokens still get one token each, and prompts LEAST_CHUNK tokens (or
+    the budget, if that is less): a step is never empty while something runs, and none of them starves.
     """
     decoding = [Turn(one.sequence_id, 1) for one in running if one.remaining == 1]
-    left = token_budget - len(decoding)
+    left = max(token_budget - len(decoding), min(token_budget, LEAST_CHUNK))
     chunks: list[Turn] = []
     for one in running:
         if one.remaining > 1 and left > 0:
             count = min(one.remaining, left)
             chunks.append(Turn(one.sequence_id, count))
             left -= count
-    if not decoding and not chunks and running:
-        chunks.append(Turn(running[0].sequence_id, min(running[0].remaining, max(1, token_budget))))
     return decoding + chunks
 
 

@@ -86,7 +86,10 @@ class EngineSequence:
         """Whether the sequence ends with its last token."""
         if self.emitted and self.tokens[-1] in self.sampling.stop_token_ids:
             return "stop"
-        if self.emitted >= self.sampling.max_tokens or len(self.tokens) >= max_model_len:
+        if self.emitted >= self.sampling.max_tokens:
+            return "length"
+        # How long a prefill-only sequence may grow is for the engine to say that decodes it.
+        if not self.prefill_only and len(self.tokens) >= max_model_len:
             return "length"
         return None
 

@@ -28,19 +28,26 @@ def load_cluster_token(config: LaunchConfig) -> bytes:
     if config.token_file:
         return _read_token(Path(config.token_file))
     directory = config.resolved_runtime_dir()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "cluster-token"
-    if not path.exists():
-        # Written aside and then linked: of two roles that start together one wins, and none reads half a token.
-        handle, name = tempfile.mkstemp(dir=directory, prefix=".cluster-token-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
-            with contextlib.suppress(FileExistsError):
-                os.link(name, path)
-        finally:
-            os.unlink(name)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _make_token(path)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the cluster token in {directory} (--runtime-dir): {error}") from None
     return _read_token(path)
+
+
+def _make_token(path: Path) -> None:
+    # Written aside and then linked: of two roles that start together one wins, and none reads half a token.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".cluster-token-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)
 
 
 def _read_token(path: Path) -> bytes:

@@ -108,13 +108,16 @@ class PeerWatcher:
         while True:
             try:
                 reply = await self._ask(url)
-            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, PermissionError) as error:
-                self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
-                wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
-            else:
                 self._note(url, "")
                 self._take(url, reply.ranks)
                 wait_s = self._interval_s
+            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, PermissionError) as error:
+                self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
+                wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
+            except Exception:
+                # Whatever it is: an engine that nobody asks any more would be lost until a restart.
+                _log.exception("prefill engine %s could not be asked", url)
+                wait_s = _BACK_OFF_LIMIT_S
             # Jitter: many completion engines must not ask a restarted prefill engine in step.
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
 

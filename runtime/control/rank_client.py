@@ -20,6 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from kvrail.runtime.errors import Unavailable
+from kvrail.runtime.link_board import forget_ended
 from kvrail.runtime.messages import (
     Abort,
     Accepted,
@@ -58,12 +59,14 @@ _DRAIN_S = 0.05
 class RankRequest(Generic[Event]):
     """The events of one request at a rank, in order; iteration ends after the last one.
 
-    A context manager: leaving it before the last event aborts the request at the rank.
+    A context manager: leaving it before the last event aborts the request at the rank. `on_end` is called when the
+    rank is done with it, which may be long before its events have been read.
     """
 
     def __init__(self, client: RankClient, request_id: str, failure: Callable[[str], Event]) -> None:
         self.request_id = request_id
         self.ended = False
+        self.on_end: Callable[[], None] = lambda: None
         self._client = client
         self._failure: Callable[[str], Event] = failure
         # None: no further events (it wakes who waits for one).
@@ -110,6 +113,7 @@ class RankRequest(Generic[Event]):
         self.ended = True
         self._client._forget(self.request_id)
         self._events.put_nowait(last)
+        self.on_end()
 
 
 class RankClient:
@@ -260,6 +264,9 @@ class RankClient:
                 self._dispatch(decode_to_front(data))
             except msgspec.MsgspecError as error:
                 _log.error("rank %d sent a message that cannot be read: %s", self.rank, error)
+            except Exception:
+                # What one message stumbles over must not make this front deaf for good.
+                _log.exception("a message of rank %d could not be worked on", self.rank)
 
     def _dispatch(self, message: ToFront) -> None:
         match message:
@@ -276,7 +283,7 @@ class RankClient:
             case Stats():
                 self.stats = message
             case LinkReport():
-                self.links[(message.incarnation, message.rank)] = message
+                forget_ended(self.links, (message.incarnation, message.rank), message)
                 self._tell()
             case Ready():
                 if self.ready is not None:

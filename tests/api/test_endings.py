@@ -18,6 +18,7 @@ import pytest
 from kit.fake_rank import FakeRank, answers, output
 from kit.tiny_model import byte_level_tokenizer
 from kvrail.runtime.messages import Abort, Failed, Submit, ToFront, ToRank
+from kvrail.transfer.wire import TokenLogprob
 
 TOKENIZER = byte_level_tokenizer()
 CHAT = "/v1/chat/completions"
@@ -75,6 +76,29 @@ def test_a_client_that_leaves_the_queue_makes_room(stand: Any) -> None:
     assert len([m for m in at.rank.received if isinstance(m, Submit)]) == 1
     first.close()
     at.rank.wait_for(Abort)
+
+
+def test_a_client_that_does_not_read_keeps_nobody_out(stand: Any) -> None:
+    """Its answer has ended at the rank, whose place is free, though most of it waits to be sent."""
+    note = TokenLogprob(logprob=-1.0, top=[(token, -1.0) for token in range(4, 24)])
+
+    def many(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Submit):
+            for part in range(100):
+                finish = "length" if part == 99 else None
+                yield output(message.request_id, ids("x" * 50), finish, logprobs=[note] * 50)
+
+    at = stand(many, queue_limit=1)
+    lazy = open_request(at.server.url, {**ASK, "stream": True, "logprobs": True, "top_logprobs": 20})
+    at.rank.wait_for(Submit)
+    at.rank.behave = answers(ids("x"))
+    assert at.client.post(CHAT, json=ASK).status_code == 200
+    assert "kvrail_front_waiting 0.0" in at.client.get("/metrics").text
+    # The first one was not over by then.
+    assert 'outcome="length",route="local"} 1.0' in at.client.get("/metrics").text
+    lazy.close()
+    at.server.wait_until("/metrics", lambda r: 'outcome="cancelled",route="local"} 1.0' in r.text)
+    assert not [m for m in at.rank.received if isinstance(m, Abort)]
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(stand: Any) -> None:

@@ -57,6 +57,7 @@ WRONG = [
     ),
     (CHAT, {"messages": HI, "surprise": 1}, "surprise", "not a known field"),
     (CHAT, {"messages": HI, "remote_host": "evil"}, "remote_host", "not a known field"),
+    (CHAT, {"messages": HI, "re mote": "evil"}, None, "'re mote' is not a known field"),
     (CHAT, {"messages": HI, "max_tokens": "5"}, "max_tokens", "integer"),
     (CHAT, {"messages": HI, "max_tokens": True}, "max_tokens", "integer"),
     (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens", "greater"),
@@ -65,6 +66,7 @@ WRONG = [
     (CHAT, {"messages": HI, "temperature": "hot"}, "temperature", "number"),
     (CHAT, {"messages": HI, "top_p": 0}, "top_p", "greater"),
     (CHAT, {"messages": HI, "top_k": 1.5}, "top_k", "integer"),
+    (CHAT, {"messages": HI, "top_k": 10**30}, "top_k", "less than"),
     (CHAT, {"messages": HI, "seed": 2**64}, "seed", "less than"),
     (CHAT, {"messages": HI, "stream": "yes"}, "stream", "boolean"),
     (CHAT, {"messages": HI, "stream_options": {"x": 1}}, "stream_options.x", "not a known field"),
@@ -106,9 +108,14 @@ JSON = {"content-type": "application/json"}
 def test_bodies_that_are_no_json_object(stand: Any) -> None:
     at = stand(answers(ids("x")))
     refused(at.client.post(CHAT, content=b'{"messages": ', headers=JSON), 400, None, "JSON")
-    refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400)
-    refused(at.client.post(CHAT, content=b"", headers=JSON), 400)
+    refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400, None, "a JSON object")
+    refused(at.client.post(CHAT, content=b"", headers=JSON), 400, None, "a JSON object")
     refused(at.client.post(CHAT, content=b"\xff\xfe", headers=JSON), 400)
+    good = json.dumps({"messages": HI}).encode()
+    for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
+        refused(at.client.post(CHAT, content=good, headers=kind), 415, None, "application/json")
+    charset = {"content-type": "Application/JSON; charset=utf-8"}
+    assert at.client.post(CHAT, content=good, headers=charset).status_code == 200
 
 
 def test_too_long(stand: Any) -> None:
@@ -164,6 +171,8 @@ def test_before_the_model_is_loaded(stand: Any) -> None:
     refused(response, 503, None, "loading")
     assert int(response.headers["retry-after"]) >= 1
     assert at.client.get("/health").status_code == 200
+    assert at.client.head("/health").status_code == 200
+    assert at.client.head("/ready").status_code == 503
     ready = at.client.get("/ready")
     assert (ready.status_code, ready.json()["reasons"]) == (503, ["rank 0: its process is starting"])
     at.rank.send(at.rank.ready)

@@ -49,6 +49,32 @@ def test_ends_at_max_model_len(models, prompt, greedy) -> None:
     rig.assert_idle()
 
 
+def test_a_prefill_alone_does_not_end_the_answer_for_its_own_length(models, prompt, greedy) -> None:
+    rig = models.rig(max_model_len=40)
+    one = prompt(39)
+    for count, reason in ((8, None), (1, "length")):
+        rig.engine.add("a", one, greedy(count), prefill_only=True)
+        last = rig.step()[-1]
+        assert (last.token, last.finish_reason) == (models.expected(one, 1)[0], reason)
+        rig.engine.release("a")
+    rig.assert_idle()
+
+
+def test_a_prompt_gets_on_while_decoding_fills_the_budget(models, prompt, greedy) -> None:
+    rig = models.rig(max_num_batched_tokens=16, max_num_seqs=40)
+    for number in range(20):
+        rig.pool.allocate("ticket", 1)
+        one = prompt(5, number)
+        rig.engine.adopt(f"s{number}", one, greedy(40), owner="ticket", first_token=9, cached_tokens=0)
+    rig.engine.add("late", prompt(40), greedy(2))
+    for _ in range(5):
+        rig.step()
+    assert rig.tokens["late"] == models.expected(prompt(40), 2)
+    assert list(rig.finished) == ["late"]
+    rig.drain()
+    rig.assert_idle()
+
+
 def test_fills_the_whole_pool_alone(models, prompt, greedy) -> None:
     rig = models.rig(pages=4)
     one = prompt(10)

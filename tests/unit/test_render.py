@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,36 @@ def test_a_long_text_is_the_same_as_its_parts(folder: Path) -> None:
     assert long == short * 5000
 
 
+def test_a_long_text_does_not_hold_up_the_event_loop(folder: Path) -> None:
+    renderer = Renderer.load(folder)
+
+    async def run() -> tuple[float, float]:
+        gaps = []
+        started = last = time.monotonic()
+        encoding = asyncio.create_task(renderer.text("ab " * 100_000))
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        # The last gap holds the making of the list of ids, which needs the interpreter.
+        return max(gaps[:-1]), last - started
+
+    longest, whole = asyncio.run(run())
+    assert longest < whole / 3
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        Renderer.load(tmp_path / "nowhere" / "at" / "all")
+
+
 def test_every_end_token_is_found(folder: Path) -> None:
     assert Renderer.load(folder).eos_ids == [0, END]
+    # A null says nothing: then the model's own config counts.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    assert Renderer.load(folder).eos_ids == [END, 5]
 
 
 def test_bos_is_added_once_where_the_tokenizer_says_so(folder: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.runtime.prefix import extend_keys
-from kvrail.runtime.scheduler import Pending, Turn, plan_step, victim
+from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 
 
 def test_decoding_first_then_chunks_in_order() -> None:
@@ -32,8 +32,11 @@ def test_budget_and_progress(remaining: list[int], budget: int) -> None:
     assert len({turn.sequence_id for turn in turns}) == len(turns)
     decoding = [one.sequence_id for one in running if one.remaining == 1]
     assert [turn.sequence_id for turn in turns[: len(decoding)]] == decoding
-    assert sum(turn.tokens for turn in turns) <= max(budget, len(decoding))
+    assert sum(turn.tokens for turn in turns) <= max(budget, len(decoding) + min(budget, LEAST_CHUNK))
     assert bool(turns) == bool(running)
+    # The oldest prompt gets on in every step, however many decode.
+    prompts = [one.sequence_id for one in running if one.remaining > 1]
+    assert prompts[:1] == [turn.sequence_id for turn in turns[len(decoding) :]][:1]
 
 
 def test_the_youngest_that_may_is_the_victim() -> None:
