@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
-from kit.breakable import LONG, Breakable, wait_idle
+from kit.breakable import LONG, SMALL_LONGEST, Breakable, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -94,7 +94,7 @@ def freeze_before_doorbell(split: Breakable) -> Asking:
 def test_ce_killed_mid_push(split: Breakable) -> None:
     """The PE lets go of everything, and serves the other CEs meanwhile and afterwards."""
     small, pe = split.small(), split.pe()
-    dying = split.begin_push(small)
+    dying = split.begin_push(small, longest=SMALL_LONGEST)
     other = Asking(split.ce, make_prompt(LONG))
     small.kill()
     assert dying.wait(10).torn
@@ -107,7 +107,7 @@ def test_ce_killed_mid_push(split: Breakable) -> None:
 def test_without_a_pe_and_without_local_prefill(split: Breakable) -> None:
     """--local-prefill never: requests under way and new ones end at once with 503 and the reason."""
     small, pe = split.small(), split.pe()
-    dying = [split.begin_push(small), Asking(small, make_prompt(100))]
+    dying = [split.begin_push(small, longest=SMALL_LONGEST), Asking(small, make_prompt(100))]
     pe.kill()
     for asking in dying:
         asking.wait(20)

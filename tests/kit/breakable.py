@@ -16,11 +16,13 @@ from kit.asking import Asking, ask, make_prompt
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
 
-__all__ = ["LONG", "PAGE_TOKENS", "Breakable", "breakable_split", "held", "wait_idle"]
+__all__ = ["LONG", "PAGE_TOKENS", "SMALL_LONGEST", "Breakable", "breakable_split", "held", "wait_idle"]
 
 PAGE_TOKENS = 16
 # A prompt of thirty pages, which the PE computes in steps of one page.
 LONG = 480
+# What fits into the pool of `Breakable.small`.
+SMALL_LONGEST = 640
 COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--verify-kv", "1", "--log-level", "debug")
 # Whatever a role holds for requests; all of it is 0 when none is there.
 _HELD = (
@@ -140,8 +142,11 @@ class Breakable:
         assert not answer.error
         return answer.tokens
 
-    def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6) -> Asking:
-        """A request of which some pages have been pushed to `ce`, while at least half of them are still to come."""
+    def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6, longest: int = 1200) -> Asking:
+        """A request of which some pages have been pushed to `ce`, while at least half of them are still to come.
+
+        `longest`: how long the prompt may become where that takes several attempts.
+        """
         while True:
             before = self._pe.metric("kvrail_link_pages_total")
             asking = Asking(ce, make_prompt(length), max_tokens)
@@ -154,7 +159,7 @@ class Breakable:
                 return asking
             # The PE reports four times a second, which was too late this time.
             self.check(asking.wait())
-            length = min(2 * length, 1200)
+            length = min(2 * length, longest)
 
     def check(self, answer: Asking) -> None:
         """A whole answer, equal to the single engine's."""
