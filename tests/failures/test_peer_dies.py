@@ -39,6 +39,7 @@ def test_pe_restarted_while_requests_run(split: Breakable) -> None:
     # This time it is lane shm that is being pushed.
     running = [split.begin_push(split.ce), Asking(split.ce_tcp, make_prompt(LONG))]
     pe.kill()
+    split.wait_unlinked()
     pe = split.replace_pe()
     while pe.process.poll() is None and not (split.linked(split.ce) and split.linked(split.ce_tcp)):
         running += [Asking(ce, make_prompt(40), max_tokens=3) for ce in (split.ce, split.ce_tcp)]

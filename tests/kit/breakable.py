@@ -130,6 +130,11 @@ class Breakable:
         """Whether the link of `ce` to the present PE works."""
         return [link["state"] for link in self.links(ce)] == ["up"]
 
+    def wait_unlinked(self, within_s: float = 20) -> None:
+        """Return when both CEs have seen that the PE is gone."""
+        ces = (self.ce, self.ce_tcp)
+        wait_until(lambda: not any(self.linked(ce) for ce in ces), within_s, "both links are down", *ces)
+
     def links(self, ce: Server) -> list[dict[str, object]]:
         """The links of a CE to whoever is at the PE's URL now, as /lanes shows them."""
         found = ce.http.get("/lanes").json()["links"]
