@@ -41,7 +41,10 @@ _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 
 @dataclass
 class Job:
-    """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason."""
+    """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
+
+    `route` is where its prompt was prefilled, by the newest output.
+    """
 
     request_id: str
     api: str
@@ -49,6 +52,7 @@ class Job:
     sampling: Sampling
     affinity: bytes
     outcome: str = ""
+    route: str = ""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -239,8 +243,8 @@ class _Note:
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()
         count = len(output.tokens) // 4
+        self._route = output.route
         if self._first_s is None:
-            self._route = output.route
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
         elif count:

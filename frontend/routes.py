@@ -146,13 +146,14 @@ def openai_routes(
         outputs = dispatcher.run(job)
         async with until_disconnect(request.receive):
             first = await anext(outputs)
-        headers: dict[str, str] = {"x-kvrail-prefill": first.route}
         pieces = _pieces(job, first, outputs, text)
         if body.stream:
-            return _EventStream(_events(pieces, text, form), headers)
+            return _EventStream(_events(pieces, text, form), {"x-kvrail-prefill": first.route})
         async with contextlib.aclosing(pieces), until_disconnect(request.receive):
             whole = [piece async for piece in pieces]
-        return json_response(form.whole(whole, text.usage), headers=headers)
+        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
+        # again here. The header of a stream is out by then.
+        return json_response(form.whole(whole, text.usage), headers={"x-kvrail-prefill": job.route})
 
     def card() -> dict[str, object]:
         return {
@@ -185,6 +186,7 @@ async def _pieces(
     async with contextlib.aclosing(outputs):
         output: Output | None = first
         while output is not None:
+            job.route = output.route
             piece = answer.feed(output)
             if piece.finish_reason is not None:
                 break

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
@@ -37,8 +36,6 @@ _GIB = 1 << 30
 _DEFAULT_POOL_GIB = 1.0
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
-# A cancel that stays unanswered for longer ends the link (where that proves anything).
-_ANSWER_AT_LEAST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,6 @@ def page_count(config: LaunchConfig, layout: PageLayout) -> int:
 def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
     """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
     config = spec.config
-    # Its bars are for terminals; this process writes a log.
-    disable_progress_bar()
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
     checkpoint = open_checkpoint(config.model, _log_progress)
@@ -91,7 +86,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
         stack.callback(reactor.close)
         pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
-        stack.callback(pools.close)
+        memory = stack.enter_context(contextlib.ExitStack())
+        memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
         pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
         engine = EmbeddedEngine(
@@ -114,7 +110,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 options=_link_options(spec),
                 accept=config.role == "pe",
             )
-            stack.callback(links.close)
+            stack.callback(_close_links, links, memory)
         role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
@@ -130,6 +126,12 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         )
 
 
+def _close_links(links: Links, memory: contextlib.ExitStack) -> None:
+    """End the links; what a peer may still write into is left mapped, and goes with this process."""
+    if not links.close():
+        memory.pop_all()
+
+
 def _log_progress(what: str, share: float) -> None:
     _log.info("%s (%.0f %%)", what, 100 * share)
 
@@ -143,6 +145,8 @@ def _link_options(spec: RankSpec) -> LinkOptions:
         put_transport=config.put_transport,
         require_lane=config.require_lane,
         heartbeat_s=config.heartbeat_s,
+        # A step that takes long is no fault as long as tickets live through it.
+        stuck_s=config.ticket_ttl_s,
     )
 
 
@@ -171,7 +175,7 @@ def _role(
         link_share=config.link_share,
         ttl_s=config.ticket_ttl_s,
         # A prefill engine answers between two steps: what bounds a step without progress bounds an answer, too.
-        answer_s=max(_ANSWER_AT_LEAST_S, config.ticket_ttl_s),
+        busy_s=config.ticket_ttl_s,
     )
     completion = Completion(
         engine=engine,

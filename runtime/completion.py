@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
@@ -41,8 +38,9 @@ from kvrail.runtime.messages import (
     ToRank,
 )
 from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.checksums import page_checksums, unpack_checksums
-from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
@@ -66,23 +64,6 @@ __all__ = ["Completion"]
 _log = logging.getLogger(__name__)
 # A request that finds no room for its ticket in this time is refused: something else holds the pool.
 _ROOM_WITHIN_S = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One request at this rank. `phase` as drawn above."""
-
-    submit: Submit
-    tokens: npt.NDArray[np.uint32]
-    phase: Literal["waiting", "granted", "first", "decoding"]
-    deadline: float
-    ticket: bytes = b""
-    route: Literal["remote", "local"] = "local"
-    cached_tokens: int = 0
-
-    @property
-    def id(self) -> str:
-        return self.submit.request_id
 
 
 class Completion:
@@ -111,8 +92,8 @@ class Completion:
         self._seats = seats
         self._largest_ticket = largest_ticket
         self._board = LinkBoard(send)
-        self._requests: dict[str, _Request] = {}
-        self._waiting: deque[_Request] = deque()
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
         self._stalled_since = 0.0
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
@@ -175,6 +156,7 @@ class Completion:
                 request.cached_tokens = output.cached_tokens
             if output.token is not None or output.finish_reason is not None:
                 self._emit(request, output.token, output.finish_reason, output.logprob)
+        self._flush()
 
     def tick(self, now: float) -> None:
         """Timers, grants that found no room before, effects, and this turn's outputs in one message."""
@@ -183,9 +165,7 @@ class Completion:
         self._grant_waiting(now)
         self._carry_out(now)
         self._refuse_stalled(now)
-        if self._outputs:
-            self._send(Outputs(items=self._outputs))
-            self._outputs = []
+        self._flush()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -199,7 +179,7 @@ class Completion:
         except ValueError:
             self._send(Failed(request_id=request_id, status=400, reason="token ids are not uint32"))
             return
-        request = _Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
+        request = Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
         self._requests[request_id] = request
         self._counters["requests_submitted"] += 1
         if message.peer is None:
@@ -218,48 +198,45 @@ class Completion:
             self._waiting.append(request)
 
     def _grant_waiting(self, now: float) -> None:
-        """Tickets for those who wait, in order, as long as there is room."""
-        while self._waiting:
-            request = self._waiting[0]
-            if self._requests.get(request.id) is not request or request.phase != "waiting":
-                self._waiting.popleft()
-                continue
-            if not self._grant(now, request):
-                return
-            self._waiting.popleft()
+        """Tickets for those who wait, in turn, as long as there is room."""
+        self._waiting = grant_in_turn(
+            [r for r in self._waiting if self._requests.get(r.id) is r], lambda r: self._grant(now, r)
+        )
 
-    def _grant(self, now: float, request: _Request) -> bool:
-        """Whether the request needs to wait no longer: it has a ticket, or has gone another way."""
-        peer = request.submit.peer
-        assert peer is not None
+    def _grant(self, now: float, request: Request) -> NoPages | None:
+        """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
-        taken = sum(1 for r in self._requests.values() if r.phase != "waiting")
-        if taken >= self._seats:
+        if sum(1 for r in self._requests.values() if r.phase != "waiting") >= self._seats:
             # Answers end, and their seats become free; only the wait for room may be in vain.
-            request.deadline = now + _ROOM_WITHIN_S
-            return False
+            for each in self._waiting:
+                each.deadline = now + _ROOM_WITHIN_S
+            return NoPages("all seats are taken")
         try:
             ticket = self._receiver.grant(
                 now,
                 request.id,
-                LinkKey(*peer),
+                request.link,
                 len(request.tokens),
                 verify=random.random() < self._verify_share,
             )
         except NoPages as error:
             if now < request.deadline:
-                return False
-            self._fail(request, 503, f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}", 2.0)
-            return True
+                return error
+            reason = f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}"
+            if isinstance(error, ShareUsed):
+                self._lost(request, reason, None)
+            else:
+                self._fail(request, 503, reason, 2.0)
+            return None
         except LinkLost as error:
             self._lost(request, str(error), None)
-            return True
+            return None
         request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
         # The grant itself goes out first: it is on the link before the PE's front can hear of the ticket.
         self._carry_out(now)
         if self._requests.get(request.id) is request and request.phase == "granted":
             self._send(Granted(request_id=request.id, ticket=ticket.id))
-        return True
+        return None
 
     def _refuse_stalled(self, now: float) -> None:
         """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
@@ -275,13 +252,12 @@ class Completion:
             held = f"{self._pool.quarantined} pages are in quarantine"
             self._fail(waiting[0], 503, f"no room within {_ROOM_WITHIN_S:.0f} s: {held}", 2.0)
 
-    def _prefill_here(self, request: _Request, hand_off: HandOff | None) -> None:
+    def _prefill_here(self, request: Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""
-        request.phase = "decoding"
+        request.phase, request.route = "decoding", "local"
         sampling = request.submit.sampling
         try:
             if hand_off is None:
-                request.route = "local"
                 self.engine.add(request.id, request.tokens, sampling)
             else:
                 self.engine.resume(request.id, request.tokens, sampling, first_token=hand_off.first_token)
@@ -329,11 +305,11 @@ class Completion:
             case _:
                 raise AssertionError(f"no links, yet {effect}")
 
-    def _by_ticket(self, request_id: str, ticket: bytes) -> _Request | None:
+    def _by_ticket(self, request_id: str, ticket: bytes) -> Request | None:
         request = self._requests.get(request_id)
         return request if request is not None and request.ticket == ticket else None
 
-    def _first_token(self, request: _Request, hand_off: HandOff) -> None:
+    def _first_token(self, request: Request, hand_off: HandOff) -> None:
         request.phase = "first"
         request.cached_tokens = hand_off.cached_tokens
         self._counters["prefills_remote"] += 1
@@ -346,9 +322,7 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        link = LinkKey(*request.submit.peer) if request.submit.peer else None
-        if link is not None:
-            self._board.count(link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
@@ -391,7 +365,7 @@ class Completion:
                 return "checksum of the state slot"
         return ""
 
-    def _lost(self, request: _Request, reason: str, hand_off: HandOff | None) -> None:
+    def _lost(self, request: Request, reason: str, hand_off: HandOff | None) -> None:
         """No remote prefill for this request (any more): do it here when that is allowed."""
         if not request.submit.fallback:
             self._fail(request, 503, f"the remote prefill failed: {reason}", 1.0)
@@ -402,7 +376,7 @@ class Completion:
 
     def _emit(
         self,
-        request: _Request,
+        request: Request,
         token: int | None,
         reason: FinishReason | None,
         logprob: TokenLogprob | None,
@@ -423,14 +397,17 @@ class Completion:
             )
         )
 
-    def _fail(self, request: _Request, status: int, reason: str, retry_after_s: float | None) -> None:
+    def _fail(self, request: Request, status: int, reason: str, retry_after_s: float | None) -> None:
         self._requests.pop(request.id, None)
         self._counters["requests_failed"] += 1
         # What it has emitted in this turn goes out first.
+        self._flush()
+        self._send(Failed(request_id=request.id, status=status, reason=reason, retry_after_s=retry_after_s))
+
+    def _flush(self) -> None:
         if self._outputs:
             self._send(Outputs(items=self._outputs))
             self._outputs = []
-        self._send(Failed(request_id=request.id, status=status, reason=reason, retry_after_s=retry_after_s))
 
     # --- what others see --------------------------------------------------------------------------------------
 

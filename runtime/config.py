@@ -73,7 +73,9 @@ class LaunchConfig:
     )
     local_prefill_max_tokens: int = _setting(0, "ce: with auto, prompts up to this length are prefilled here")
     verify_kv: float = _setting(0.01, "share of requests whose pages are checked by checksum, 0 to 1")
-    ticket_ttl_s: float = _setting(10.0, "seconds that a ticket lives without progress")
+    ticket_ttl_s: float = _setting(
+        30.0, "seconds that a ticket lives without progress; more than the longest step of the model takes"
+    )
     link_share: float = _setting(
         0.25, "largest share of the pool that one link may hold in tickets and quarantine"
     )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
-from kvrail.runtime.errors import RuntimeFault
+from kvrail.runtime.errors import BadRequest, RuntimeFault
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
 from kvrail.runtime.rank_stats import pool_gauges
@@ -94,6 +94,8 @@ class Prefilling:
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
         self._writers: dict[int, _ucx.Writer] = {}
+        # Units that each writer had written when we last looked.
+        self._written: dict[int, int] = {}
         self._counters: Counter[str] = Counter()
 
     # --- what comes in ----------------------------------------------------------------------------------------
@@ -106,20 +108,23 @@ class Prefilling:
             self._sender.abort(now, message.request_id, message.reason)
 
     def _take(self, now: float, message: Prefill) -> None:
+        if message.request_id in self._calls:
+            # Also one that was aborted, until its writer is quiet: the engine knows it by this id.
+            self._refuse(message, 409, "a prefill of this request is running already")
+            return
         try:
             tokens = unpack_u32(message.tokens)
         except ValueError:
-            self._send(
-                PrefillDone(
-                    request_id=message.request_id, ok=False, status=400, reason="token ids are not uint32"
-                )
-            )
+            self._refuse(message, 400, "token ids are not uint32")
             return
-        self._calls.setdefault(message.request_id, _Call(message, tokens))
+        self._calls[message.request_id] = _Call(message, tokens)
         self._sender.prefill(now, message.request_id, message.ticket)
-        self.tick(now)
+        self._carry_out(now)
         if message.request_id in self._calls:
             self._send(Accepted(request_id=message.request_id))
+
+    def _refuse(self, message: Prefill, status: int, reason: str) -> None:
+        self._send(PrefillDone(request_id=message.request_id, ok=False, status=status, reason=reason))
 
     def on_link(self, now: float, event: LinkEvent) -> None:
         """Something happened on a link."""
@@ -175,9 +180,15 @@ class Prefilling:
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
                 self._sender.computed(now, ticket, output.computed, state.pages)
+        self._carry_out(now)
 
     def tick(self, now: float) -> None:
         """Timers, and what the ledger wants done."""
+        # A backlog of pages on a slow lane: its writer tells progress only when all is written, minutes later.
+        for writer, native in self._writers.items():
+            if native.done != self._written.get(writer, 0):
+                self._written[writer] = native.done
+                self._sender.on_progress(now, writer)
         self._sender.reap(now)
         self._carry_out(now)
 
@@ -196,8 +207,8 @@ class Prefilling:
         match effect:
             case Send(link, message):
                 self._links.send(LinkKey(*link), message)
-            case StartPrefill(request_id, ticket):
-                self._start(now, request_id, ticket)
+            case StartPrefill(request_id, ticket, _, token_end):
+                self._start(now, request_id, ticket, token_end)
             case AbortPrefill(request_id):
                 self.engine.abort(request_id)
             case ReleaseSource(request_id):
@@ -227,6 +238,7 @@ class Prefilling:
                     self._sender.on_quiet(now, writer, True)
             case DropWriter(_, writer):
                 self._writers.pop(writer, None)
+                self._written.pop(writer, None)
             case PrefillEnded():
                 self._ended(effect)
 
@@ -246,9 +258,11 @@ class Prefilling:
         pages = len(target) if pool == PAGE_POOL else 0
         self._board.count(key, pages=pages, bytes=len(target) * memory.unit_bytes)
 
-    def _start(self, now: float, request_id: str, ticket: bytes) -> None:
+    def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]
         try:
+            if len(call.tokens) != token_end:
+                raise BadRequest(f"the call has {len(call.tokens)} tokens, its ticket is for {token_end}")
             self.engine.add(request_id, call.tokens, call.call.sampling, prefill_only=True)
         except RuntimeFault as fault:
             self._sender.prefill_failed(

@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 # Nothing that matters waits for this: it bounds how late timers and heartbeat verdicts may be when idle.
 _IDLE_S = 0.1
 _STATS_EVERY_S = 0.25
+# After a step that took longer, the peers' heartbeats are heard before anything else: they have renewed the tickets
+# whose pages are to be pushed now.
+_LONG_STEP_S = 0.1
 
 
 class Role(Protocol):
@@ -49,7 +52,7 @@ class Role(Protocol):
         """Something happened on a link."""
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
-        """The model has run one step."""
+        """The model has run one step. Carries out what follows from it, but no timers: they wait for the next tick."""
 
     def tick(self, now: float) -> None:
         """Timers, and the effects of everything since the last tick."""
@@ -125,24 +128,29 @@ class Loop:
                 self.stopping = True
                 return False
             role.handle(now, message)
-        if self._poll_links is not None:
-            for event in self._poll_links(now):
-                role.on_link(now, event)
+        self._hear_links(now)
         role.tick(now)
+        self._steps += 1
+        # Before the step: a ticket that came in just now is renewed while the step runs.
+        role.beat(self._steps)
         worked = role.engine.has_work
         if worked:
             outputs = role.engine.step()
-            now = time.monotonic()
+            began, now = now, time.monotonic()
+            if now - began > _LONG_STEP_S:
+                self._hear_links(now)
             role.on_step(now, outputs)
-            role.tick(now)
-        self._steps += 1
-        role.beat(self._steps)
         # At once when work ends, so that whoever waits for "nothing held" sees it soon; else a few times a second.
         if now >= self._stats_due or (self._was_idle is False and not worked):
             self._front.send(role.stats(self._steps))
             self._stats_due = now + _STATS_EVERY_S
         self._was_idle = not worked
         return worked
+
+    def _hear_links(self, now: float) -> None:
+        if self._poll_links is not None:
+            for event in self._poll_links(now):
+                self._role.on_link(now, event)
 
 
 def main() -> None:
@@ -212,7 +220,3 @@ def _serve(spec: RankSpec, front: Front) -> None:
 
 if __name__ == "__main__":
     main()
-    # Everything that others can notice is closed. Taking down an interpreter with torch in it costs a second of the
-    # five in which a role must be gone.
-    logging.shutdown()
-    os._exit(0)

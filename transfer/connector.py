@@ -75,6 +75,7 @@ class Talk:
         # Set by the side that runs the handshake, as it learns and makes them.
         self.key: LinkKey | None = None
         self.native: _ucx.Link | None = None
+        self.fds: tuple[int, ...] = ()
         self.made: Callable[[], NewLink] | None = None
 
     def begin(self, generator: Generator[Turn | None, Frame, object], now: float, deadline: float) -> None:
@@ -114,6 +115,8 @@ class Talk:
         self._selector.unregister(self._fd)
         if self.native is not None:
             self.native.close()
+        for fd in self.fds:
+            os.close(fd)
         if self.process is not None and self.process.pidfd >= 0:
             os.close(self.process.pidfd)
 

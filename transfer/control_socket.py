@@ -27,6 +27,7 @@ __all__ = [
     "FRAME_LIMIT",
     "ControlStream",
     "Frame",
+    "PeerBusy",
     "PeerProcess",
     "check_memfd",
     "dial_tcp",
@@ -46,6 +47,10 @@ _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module.
 _SIOCGIFADDR = 0x8915
 _LENGTH = struct.Struct("<I")
 _BACKLOG = 64
+
+
+class PeerBusy(LinkLost):
+    """The peer is there, and has no room for one more caller at the moment."""
 
 
 class Frame(NamedTuple):
@@ -232,12 +237,15 @@ def tune_tcp(sock: socket.socket) -> None:
 
 
 def dial_unix(path: Path) -> ControlStream:
-    """Connect to a Unix socket in a private folder of this user. Raises TransferError saying why not."""
+    """Connect to a Unix socket in a private folder of this user. Raises TransferError (PeerBusy: not now)."""
     private_directory(path.parent, create=False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         sock.connect(str(path))
+    except BlockingIOError as error:
+        sock.close()
+        raise PeerBusy(f"{path} has a long queue") from error
     except OSError as error:
         sock.close()
         raise LinkLost(f"cannot connect to {path}: {error.strerror or error}") from error

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import Generic, TypeVar
 
 from kvrail.transfer.control_socket import ControlStream, Frame
-from kvrail.transfer.errors import LinkRefused, TransferError
+from kvrail.transfer.errors import LinkLost, LinkRefused, TransferError
 from kvrail.transfer.handshake import Refused, Turn
 
 __all__ = ["Conversation"]
@@ -36,8 +36,6 @@ class Conversation(Generic[_R]):
     def advance(self, now: float) -> _R | None:
         """Do what can be done now."""
         try:
-            if now > self.deadline:
-                raise LinkRefused("the handshake took too long")
             self.stream.flush()
             if not self._started:
                 self._started = True
@@ -45,9 +43,18 @@ class Conversation(Generic[_R]):
             while not self._done and not self.stream.wants_write:
                 frame = self.stream.receive()
                 if frame is None:
-                    return None
+                    break
                 self._step(frame)
-            return self._result if self._done and not self.stream.wants_write else None
+            if self._done and not self.stream.wants_write:
+                return self._result
+            # Only now: what the peer said while this side was busy with one long step is not late.
+            if now > self.deadline:
+                raise LinkRefused("the handshake took too long")
+            return None
+        except OSError as error:
+            # This machine's fault (no file descriptors, say), and nobody else's.
+            self.close()
+            raise LinkLost(f"the handshake failed: {error}") from error
         except TransferError as error:
             if isinstance(error, Refused):
                 # Best effort: the peer gets the reason if its socket takes it at once.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrail.transfer import control_socket, handshake
 from kvrail.transfer.connector import LinkSetup, NewLink, Talk
-from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
+from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerProcess
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
@@ -79,6 +79,11 @@ class Dialer:
         if wanted is not None:
             wanted.attempts, wanted.told = 0, ""
 
+    def opened(self, native_id: int) -> bool:
+        """Whether a handshake under way has opened this native link."""
+        talks = (wanted.talk for wanted in self._wanted.values())
+        return any(talk and talk.native and talk.native.id == native_id for talk in talks)
+
     def tick(self, now: float) -> None:
         for wanted in list(self._wanted.values()):
             if wanted.talk is not None:
@@ -93,7 +98,8 @@ class Dialer:
     def _dial(self, wanted: _Wanted, now: float) -> None:
         try:
             stream, process, distance = self._open(wanted)
-        except TransferError as error:
+        except (TransferError, OSError, ValueError) as error:
+            # OSError: no file descriptors here. ValueError: the peer's path is none.
             self._wait(wanted, now)
             self._tell(wanted, str(error), now)
             return
@@ -109,6 +115,8 @@ class Dialer:
         if not distance:
             try:
                 stream = control_socket.dial_unix(Path(wanted.peer.unix_path))
+            except PeerBusy:
+                raise  # The other way would work now, and be slow for the life of the link.
             except TransferError as error:
                 distance = f"no Unix socket: {error}"
             else:

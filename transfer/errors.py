@@ -8,6 +8,7 @@ TransferError
 ├── LinkLost         the peer died, was fenced, or its connection broke
 ├── LaneUnavailable  no lane that the options allow can work here; says why for each one tried
 └── NoPages          the pool cannot give that many pages (or state slots) now
+    └── ShareUsed        this link holds its share of the pool; another link may still be given pages
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = [
     "LinkLost",
     "LinkRefused",
     "NoPages",
+    "ShareUsed",
     "TransferError",
     "UcxFailed",
 ]
@@ -61,3 +63,7 @@ class LaneUnavailable(TransferError):
 
 class NoPages(TransferError):
     """The pool cannot give what was asked for at present."""
+
+
+class ShareUsed(NoPages):
+    """One link holds all that a link may hold (I8); requests for other links need not wait behind it."""

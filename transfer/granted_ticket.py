@@ -103,6 +103,11 @@ class PeerLink:
         """The tickets whose doorbells would still be accepted."""
         return [ticket for ticket in self.tickets.values() if ticket.live]
 
+    @property
+    def unproven(self) -> int:
+        """Pages of its tickets that only a fence, the peer's end or a late answer can free."""
+        return sum(len(t.pages) for t in self.tickets.values() if t.state is CeState.UNPROVEN)
+
 
 def ticket_gauges(tickets: Sequence[Ticket]) -> dict[str, int]:
     """Tickets and their pages by what they wait for."""

@@ -38,6 +38,8 @@ _TEST_SLICES = 64
 # (bytes, how often): the median is kept. About 13 MiB in all.
 _PROBES = ((4 << 10, 9), (256 << 10, 5), (4 << 20, 3))
 _TTL_S = 10.0
+# One probe of a size is enough when the step loop comes by so much later: twenty long steps are too long a wait.
+_LATE_S = 0.05
 
 
 class News(NamedTuple):
@@ -171,7 +173,7 @@ def _speed(
     times: int,
     keys: Iterator[int],
 ) -> Generator[None, News, Probe]:
-    """Time `times` puts of `nbytes` in one run, each until it is complete at the peer; keeps the median."""
+    """Time up to `times` puts of `nbytes` in one run, each until it is complete at the peer; keeps the median."""
     first = _TEST_SLICES * _TEST_UNITS
     units = np.arange(first, first + nbytes // pool.unit_bytes, dtype=np.uint32)
     bell = encode(SelfTest(epoch=offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
@@ -190,7 +192,9 @@ def _speed(
             if news.kind == "rung":
                 seconds.append(news.at - begun)
                 break
-    median = sorted(seconds)[times // 2]
+        if time.monotonic() - news.at > _LATE_S:
+            break
+    median = sorted(seconds)[len(seconds) // 2]
     return Probe(nbytes, nbytes / median / 1e9, median * 1e6)
 
 

@@ -78,7 +78,8 @@ class LinkOptions:
     suspect_beats: int = 4
     # A peer that says it serves, and whose step counter stands still for this long, is stuck.
     stuck_s: float = 10.0
-    handshake_s: float = 10.0
+    # Each side answers between two of its steps, about three times; the lane test has four times as long.
+    handshake_s: float = 30.0
     redial_min_s: float = 0.1
     redial_max_s: float = 5.0
 

@@ -88,6 +88,9 @@ class Links:
         self._test_writers = itertools.count(FIRST_TEST_WRITER)
         self._beats_due_at = 0.0
         self._stale = 0
+        # What came for links whose handshake is not over on this side: a peer that has sent its Accept goes on at
+        # once, by another way.
+        self._early: list[tuple[int, int, int, int, bytes]] = []
         me = LinkKey(*identity)
         # Only now: whoever made the reactor has chosen the UCX library.
         from kvrail.transfer import _ucx
@@ -187,10 +190,13 @@ class Links:
         for ready, _ in self._selector.select(0):
             if ready.data is not None:
                 ready.data(now)
-        for kind, link_id, key, status, payload in self._reactor.drain():
+        for event in self._reactor.drain():
+            kind, link_id, key, status, payload = event
             link = self._by_id.get(link_id)
             if link is not None:
                 self._on_native(link, kind, key, status, payload, now)
+            elif self._dialer is not None and self._dialer.opened(link_id):
+                self._early.append(event)
         if now >= self._beats_due_at:
             self._beats_due_at = now + self._options.heartbeat_s / 4
             self._watch(now)
@@ -233,6 +239,13 @@ class Links:
             self._test_failed(link, error, now)
         except (UcxFailed, OSError) as error:
             self._end(link, str(error), now)
+        early, self._early = self._early, []
+        for event in early:
+            kind, link_id, key, status, payload = event
+            if link_id == link.native.id:
+                self._on_native(link, kind, key, status, payload, now)
+            elif self._dialer is not None and self._dialer.opened(link_id):
+                self._early.append(event)
 
     def _on_native(
         self, link: RankLink, kind: int, key: int, status: int, payload: bytes, now: float

@@ -91,7 +91,7 @@ class Listener:
                 process = control_socket.peer_process(sock)
             else:
                 control_socket.tune_tcp(sock)
-        except LinkRefused as error:
+        except (LinkRefused, OSError) as error:
             sock.close()
             self._report(LinkRefusal(None, str(error)), now)
             return
@@ -116,7 +116,7 @@ class Listener:
             try:
                 return self._judge(key, offer, fds, talk)
             except BaseException:
-                for fd in fds:
+                for fd in fds if not talk.fds else ():
                     os.close(fd)
                 raise
 
@@ -128,6 +128,10 @@ class Listener:
             ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
             raise LinkRefused(f"UCX versions differ: ours {ours}, theirs {theirs} (they do not interoperate)")
         setup.layout.require_equal(offer.layout)
+        if not (
+            0 <= offer.epoch < 1 << 32 and 0 <= offer.cookie < 1 << 64 and 0 <= offer.probe_unit < 1 << 31
+        ):
+            raise LinkRefused("a number in the offer is out of range")
         last = self._last_epoch.get(key, 0)
         if offer.epoch <= last:
             raise LinkRefused(f"link epoch {offer.epoch} is not newer than {last}")
@@ -139,8 +143,10 @@ class Listener:
         theirs_address = offer.network_address if network else offer.address
         if not theirs_address:
             raise LinkRefused("the offer has no worker address for the lanes that are left")
+        native = setup.reactor.open_link(epoch=offer.epoch, cookie=offer.cookie)
         self._last_epoch[key] = offer.epoch
-        talk.native = native = setup.reactor.open_link(epoch=offer.epoch, cookie=offer.cookie)
+        # From here on the fds are the talk's, which may still fail.
+        talk.native, talk.fds = native, fds
         talk.made = lambda: NewLink(
             key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan
         )
@@ -158,7 +164,8 @@ def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
     if fds and sorted(entry.fd for entry in offer.pools) != list(range(len(fds))):
         raise LinkRefused("the offer does not say which pool each file descriptor is")
     for entry in offer.pools:
-        if entry.nbytes <= 0 or entry.nbytes % entry.unit_bytes or entry.base <= 0:
+        fits = entry.nbytes > 0 and entry.base > 0 and entry.base + entry.nbytes < 1 << 63
+        if not fits or entry.nbytes % entry.unit_bytes:
             raise LinkRefused(f"pool {entry.pool}: {entry.nbytes} bytes at {entry.base}")
         if fds:
             control_socket.check_memfd(fds[entry.fd], entry.nbytes)

@@ -36,7 +36,8 @@ class RankLink:
         self.refusal = ""
         self.plan = new.plan
         self.heart = Heart(new.key, setup.options, now)
-        self.deadline = now + setup.options.handshake_s
+        # A peer that dies meanwhile is found out by its control stream; this is for one that never gets on.
+        self.deadline = now + 4 * setup.options.handshake_s
         self._offer = new.offer
         self._pools = setup.pools
         self._fds = new.fds

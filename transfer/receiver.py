@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.granted_ticket import PeerLink, Ticket, ticket_gauges
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.pages import PagePool
@@ -49,7 +49,8 @@ class Receiver:
 
     `link_share`: the part of the pool that one link may hold in tickets plus quarantine (I8). `ttl_s`: a ticket
     without progress for so long is given up. `answer_s`: how long a cancel may stay unanswered before the link is
-    fenced. `random(n)` gives n random bytes.
+    fenced; `busy_s` more as long as the peer's heart beats, for it answers between two steps only. `random(n)` gives
+    n random bytes.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Receiver:
         link_share: float = 0.25,
         ttl_s: float = 30.0,
         answer_s: float = 5.0,
+        busy_s: float = 0.0,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._pool = pool
@@ -70,6 +72,7 @@ class Receiver:
         self._share = link_share
         self._ttl_s = ttl_s
         self._answer_s = answer_s
+        self._busy_s = busy_s
         self._random = random
         self._links: dict[LinkKey, PeerLink] = {}
         self._effects: list[ReceiverEffect] = []
@@ -101,9 +104,13 @@ class Receiver:
         if known is None or known.state != "up":
             return
         known.state = "suspect"
-        for ticket in known.live():
-            self._lose(ticket, "the prefill engine does not answer")
-            self._stop(now, ticket, "suspect")
+        for ticket in known.tickets.values():
+            if ticket.live:
+                self._lose(ticket, "the prefill engine does not answer")
+                self._stop(now, ticket, "suspect")
+            elif ticket.deadline is not None:
+                # Cancelled when it was only busy.
+                ticket.deadline = min(ticket.deadline, now + self._answer_s)
 
     def link_recovered(self, link: LinkKey) -> None:
         """Heartbeats are back: grants are given again. Cancelled tickets still wait for their answers."""
@@ -160,7 +167,8 @@ class Receiver:
     ) -> Ticket:
         """Reserve pages for tokens [token_start, tokens) of a prompt and send the grant. Zero pages are legal.
 
-        `token_start` lies on a page boundary. Raises NoPages (pool, state slots or the link's share) and LinkLost.
+        `token_start` lies on a page boundary. Raises NoPages (pool or state slots), ShareUsed (the link's share) and
+        LinkLost: the link is not up, or what it holds unproven leaves too little of its share.
         """
         known = self._links.get(link)
         if known is None or known.state != "up":
@@ -169,11 +177,14 @@ class Receiver:
             raise ValueError(f"a ticket cannot cover tokens {token_start} to {tokens}")
         count = self._layout.pages_for(tokens - token_start)
         share = int(self._share * self._pool.pages)
+        if known.unproven + count > share:
+            # Waiting does not help: these pages come back with the end of the peer, if ever.
+            raise LinkLost(f"{known.unproven} of the link's {share} pages are in quarantine, unproven")
         if known.held + count > share:
-            raise NoPages(f"{count} pages asked for, the link holds {known.held} of at most {share}")
+            raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
         slots = self._pool.state_slots
         if slots and known.held_slots >= max(1, int(self._share * slots)):
-            raise NoPages(f"the link holds {known.held_slots} of {slots} state slots, its share")
+            raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
         ticket_id = self._random(16)
         owner = owner_of(ticket_id)
         pages = self._pool.allocate(owner, count, keep_reserve=True)
@@ -338,7 +349,8 @@ class Receiver:
     def _stop(self, now: float, ticket: Ticket, reason: str) -> None:
         ticket.move(CeState.STOPPING)
         self._pool.quarantine(ticket.owner)
-        ticket.deadline = now + self._answer_s
+        beating = self._links[ticket.link].state == "up"
+        ticket.deadline = now + self._answer_s + (self._busy_s if beating else 0)
         self._effects.append(Send(ticket.link, Cancel(ticket=ticket.id, epoch=ticket.epoch, reason=reason)))
 
     def _doubt(self, ticket: Ticket, reason: str) -> None:

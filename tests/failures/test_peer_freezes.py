@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
-from kit.breakable import Breakable, wait_idle
+from kit.breakable import LONG, Breakable, wait_idle
 from kit.cluster import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -28,15 +28,18 @@ def check_recovered(split: Breakable) -> None:
     wait_idle(split.pe(), split.ce, split.ce_tcp)
 
 
-def test_pe_freezes_mid_push(split: Breakable) -> None:
+@pytest.mark.parametrize("lane", ["shm", "put/tcp"])
+def test_pe_freezes_mid_push(split: Breakable, lane: str) -> None:
     """The CEs answer by themselves while it stands still; what it writes when it wakes up hits nobody."""
     pe = split.pe()
-    askings = [split.begin_push(ce) for ce in (split.ce, split.ce_tcp)]
+    first, second = (split.ce, split.ce_tcp) if lane == "shm" else (split.ce_tcp, split.ce)
+    # The PE computes one prompt after the other: of the second nothing has been pushed.
+    askings = [split.begin_push(first), Asking(second, make_prompt(LONG))]
     started = time.monotonic()
     pe.freeze()
     try:
         # New ones as well, into pages next to those that the frozen PE may still write.
-        askings += [Asking(ce, make_prompt(100)) for ce in (split.ce, split.ce_tcp)]
+        askings += [Asking(ce, make_prompt(100)) for ce in (first, second)]
         for asking in askings:
             asking.wait()
             assert asking.route == "local"
@@ -52,7 +55,12 @@ def test_ces_freeze_mid_push(split: Breakable) -> None:
     """The PE stays able to serve; the CEs finish what they had when they wake up."""
     pe = split.pe()
     ces = (split.ce, split.ce_tcp)
-    askings = [split.begin_push(ce, max_tokens=20) for ce in ces]
+    # Both are pushed while nobody is there to receive them: the first in part, the second as a whole.
+    askings = [
+        split.begin_push(split.ce, max_tokens=20),
+        Asking(split.ce_tcp, make_prompt(LONG), max_tokens=20),
+    ]
+    wait_until(lambda: split.ce_tcp.metric("kvrail_tickets") == 1, 20, "both have tickets", split.ce_tcp)
     for ce in ces:
         ce.freeze()
     try:

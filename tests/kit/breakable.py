@@ -16,11 +16,13 @@ from kit.asking import Asking, ask, make_prompt
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
 
-__all__ = ["LONG", "PAGE_TOKENS", "Breakable", "breakable_split", "held", "wait_idle"]
+__all__ = ["LONG", "PAGE_TOKENS", "SMALL_LONGEST", "Breakable", "breakable_split", "held", "wait_idle"]
 
 PAGE_TOKENS = 16
 # A prompt of thirty pages, which the PE computes in steps of one page.
 LONG = 480
+# What fits into the pool of `Breakable.small`.
+SMALL_LONGEST = 640
 COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--verify-kv", "1", "--log-level", "debug")
 # Whatever a role holds for requests; all of it is 0 when none is there.
 _HELD = (
@@ -128,6 +130,11 @@ class Breakable:
         """Whether the link of `ce` to the present PE works."""
         return [link["state"] for link in self.links(ce)] == ["up"]
 
+    def wait_unlinked(self, within_s: float = 20) -> None:
+        """Return when both CEs have seen that the PE is gone."""
+        ces = (self.ce, self.ce_tcp)
+        wait_until(lambda: not any(self.linked(ce) for ce in ces), within_s, "both links are down", *ces)
+
     def links(self, ce: Server) -> list[dict[str, object]]:
         """The links of a CE to whoever is at the PE's URL now, as /lanes shows them."""
         found = ce.http.get("/lanes").json()["links"]
@@ -140,20 +147,24 @@ class Breakable:
         assert not answer.error
         return answer.tokens
 
-    def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6) -> Asking:
-        """A request of which some pages have been pushed to `ce`, while more are still to come."""
+    def begin_push(self, ce: Server, length: int = LONG, max_tokens: int = 6, longest: int = 1200) -> Asking:
+        """A request of which some pages have been pushed to `ce`, while at least half of them are still to come.
+
+        `longest`: how long the prompt may become where that takes several attempts.
+        """
         while True:
             before = self._pe.metric("kvrail_link_pages_total")
             asking = Asking(ce, make_prompt(length), max_tokens)
 
-            def pushed() -> bool:
-                return self._pe.metric("kvrail_link_pages_total") > before  # noqa: B023
+            def pushed(before: float = before) -> float:
+                return self._pe.metric("kvrail_link_pages_total") - before
 
-            wait_until(pushed, 30, "pages are pushed", self._pe, ce)
-            if not asking.first_token.is_set():
+            wait_until(lambda read=pushed: read() > 0, 30, "pages are pushed", self._pe, ce)
+            if not asking.first_token.is_set() and pushed() <= length / PAGE_TOKENS / 2:
                 return asking
+            # The PE reports four times a second, which was too late this time.
             self.check(asking.wait())
-            length = min(2 * length, 1200)  # This machine is faster than the PE's reports.
+            length = min(2 * length, longest)
 
     def check(self, answer: Asking) -> None:
         """A whole answer, equal to the single engine's."""

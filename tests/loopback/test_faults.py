@@ -244,8 +244,8 @@ def test_the_end_of_a_control_stream_is_told(make_pair: Make) -> None:
     here, there = make_pair("tcp")
     streams(here, there)
     here.link.close()
-    # A reset, when a heartbeat of ours was still unread.
-    assert there.take(EventKind.CONTROL)[0][3] in (0, errno.ECONNRESET)
+    # A reset, when a heartbeat of ours was still unread; a broken pipe, when the next one was due before we looked.
+    assert there.take(EventKind.CONTROL)[0][3] in (0, errno.ECONNRESET, errno.EPIPE)
     age = there.link.peer_beat()[0]
     time.sleep(0.05)
     assert there.link.peer_beat()[0] >= age + 0.05

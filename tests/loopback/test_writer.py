@@ -54,6 +54,19 @@ def test_pages_land_and_the_bell_follows(
     assert here.none(EventKind.FAILED, 0.05)
 
 
+@pytest.mark.parametrize(("copy_threads", "pushes"), [(0, 1), (0, 24), (1, 24)])
+def test_nothing_sleeps_between_two_slices(make_pair: Make, copy_threads: int, pushes: int) -> None:
+    here, there = make_pair("tcp", pages=24, page_bytes=1 << 20, copy_threads=copy_threads)
+    writer = here.link.writer(1, ttl_s=30.0)
+    begun = time.monotonic()
+    for some in np.array_split(np.arange(24), pushes):
+        writer.push(SHM, here.base, indices(some), indices(some))
+    writer.ring(b"bell")
+    assert there.messages() == [b"bell"]
+    # Copying 24 MiB takes a few milliseconds; the longest sleep of the progress thread is 0.1 s.
+    assert time.monotonic() - begun < 1.0
+
+
 @pytest.mark.parametrize("lane", [PUT, SHM])
 def test_large_units_are_cut_into_slices(make_pair: Make, lane: int) -> None:
     here, there = make_pair("cma", pages=3, page_bytes=(5 << 20) + 4096)

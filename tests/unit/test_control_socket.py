@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvrail.transfer import control_socket
-from kvrail.transfer.control_socket import ControlStream, Frame
+from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy
 from kvrail.transfer.errors import LinkLost, LinkRefused, TransferError
 from kvrail.transfer.memory import SEALS
 
@@ -187,3 +188,16 @@ def test_listens_on_address_name_or_interface(host: str) -> None:
 def test_host_that_is_not_ours_is_a_clear_error() -> None:
     with pytest.raises(TransferError, match="--kv-host"):
         control_socket.listen_tcp("203.0.113.9")
+
+
+def test_a_full_queue_at_the_peer_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "link.sock"
+    listener = control_socket.listen_unix(path)
+    streams = []
+    with contextlib.suppress(PeerBusy):
+        for _ in range(200):
+            streams.append(control_socket.dial_unix(path))
+    assert 0 < len(streams) < 200
+    for stream in streams:
+        stream.close()
+    listener.close()

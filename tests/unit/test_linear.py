@@ -23,8 +23,8 @@ def _linear(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
 
 
 def _exact(source: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    bias = 0 if source.bias is None else source.bias.double()
-    return x.double() @ source.weight.double().t() + bias
+    bias = 0 if source.bias is None else source.bias.detach().double()
+    return x.double() @ source.weight.detach().double().t() + bias
 
 
 @needs_fbgemm

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import selectors
 import time
@@ -22,6 +23,7 @@ from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey, LinkOptions, LinkRefusal
 from kvrail.transfer.listener import Listener
+from kvrail.transfer.memory import SEALS
 
 TOKEN = b"t" * 32
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
@@ -170,6 +172,10 @@ REFUSED = {
     "other unit": ({"pools": [msgspec.structs.replace(BASE[0], unit_bytes=4096), BASE[1]]}, "pools differ"),
     "half a unit": ({"pools": [msgspec.structs.replace(BASE[0], nbytes=100), BASE[1]]}, "100 bytes"),
     "nowhere": ({"pools": [msgspec.structs.replace(BASE[0], base=0), BASE[1]]}, "bytes at 0"),
+    "beyond memory": ({"pools": [msgspec.structs.replace(BASE[0], base=1 << 63), BASE[1]]}, "bytes at 9"),
+    "epoch too large": ({"epoch": 1 << 32}, "out of range"),
+    "negative cookie": ({"cookie": -1}, "out of range"),
+    "negative unit": ({"probe_unit": -1}, "out of range"),
     "no address": ({"address": b""}, "no worker address"),
     "wishes": ({"require_lane": "shm"}, "required: shm"),
 }
@@ -209,6 +215,69 @@ def test_bad_descriptors_are_refused_and_closed(bench: Callable[..., Bench]) -> 
         made.offer(offer(), fds=(unsealed, unsealed))
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(unsealed)
+
+
+def test_descriptors_of_one_who_hangs_up_before_the_answer_are_closed(bench: Callable[..., Bench]) -> None:
+    made = bench()
+    pools = [msgspec.structs.replace(entry, fd=at) for at, entry in enumerate(BASE)]
+    memory = [os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in pools]
+    for fd, pool in zip(memory, pools, strict=True):
+        os.ftruncate(fd, pool.nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    before = len(os.listdir("/proc/self/fd"))
+    stream = control_socket.dial_unix(Path(made.listener.address.unix_path))
+    offered: list[bool] = []
+
+    def make_offer() -> tuple[Offer, tuple[int, ...]]:
+        offered.append(True)
+        return offer(pools=pools), tuple(memory)
+
+    dialer: Conversation[Any] = Conversation(
+        stream, handshake.dialing(TOKEN, CE, PE, os.urandom(32), make_offer), time.monotonic() + 10
+    )
+    while not offered:
+        dialer.advance(time.monotonic())
+        if not offered:
+            made.turn()
+    stream.close()
+    made.turn()
+    assert [link.closed for link in made.links] == [True]
+    assert isinstance(made.outcomes[-1], LinkRefusal)
+    assert len(os.listdir("/proc/self/fd")) == before
+    for fd in memory:
+        os.close(fd)
+
+
+def test_a_link_that_cannot_be_opened_here_is_refused(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench()
+
+    def open_link(**_: int) -> Link:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(made.listener._setup.reactor, "open_link", open_link)
+    with pytest.raises(LinkLost):
+        made.offer(offer())
+    assert "Too many open files" in str(made.outcomes[-1])
+
+
+def test_what_came_in_time_is_not_late_because_we_are(bench: Callable[..., Bench]) -> None:
+    made = bench(handshake_s=5.0)
+    stream = control_socket.dial_unix(Path(made.listener.address.unix_path))
+    dialer: Conversation[Any] = Conversation(
+        stream,
+        handshake.dialing(TOKEN, CE, PE, os.urandom(32), lambda: (offer(), ())),
+        time.monotonic() + 10,
+    )
+    dialer.advance(time.monotonic())
+    made.turn()
+    dialer.advance(time.monotonic())
+    made.turn()
+    dialer.advance(time.monotonic())
+    made.turn(time.monotonic() + 6)  # One long step: the offer has been here for most of it.
+    assert isinstance(made.outcomes[-1], NewLink)
+    stream.close()
 
 
 def test_silent_stranger_is_dropped_at_the_deadline(bench: Callable[..., Bench]) -> None:

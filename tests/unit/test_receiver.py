@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
@@ -281,6 +281,44 @@ def test_an_unanswered_cancel_fences_after_its_deadline_and_frees_nothing_by_its
     bench.ledger.link_down(1e9, PE, 1, "fenced")
     bench.ledger.proven(1e9, PE, 1, "worker")
     assert bench.idle()
+
+
+def test_a_cancel_waits_longer_for_a_peer_that_is_only_busy() -> None:
+    bench = Bench(busy_s=20)
+    bench.ledger.cancel(1, bench.grant(), "client left")
+    bench.ledger.cancel(1, bench.grant(), "client left")
+    bench.take(Send)
+    bench.ledger.reap(25)
+    bench.take()
+    bench.ledger.link_suspect(4, PE)
+    assert bench.ledger.next_deadline() == 9, "a peer whose heart stands still is not busy"
+    bench.ledger.reap(9)
+    bench.take(Fence)
+
+
+def test_a_share_that_is_used_up_is_told_apart_from_a_full_pool() -> None:
+    bench = Bench(pages=40)  # 20 a link, 2 kept back
+    bench.ledger.link_up(0, OTHER, 1, "worker")
+    bench.grant(4 * 20)
+    with pytest.raises(ShareUsed):
+        bench.ledger.grant(1, "r2", PE, 4)
+    bench.ledger.grant(1, "r3", OTHER, 4 * 18)
+    with pytest.raises(NoPages) as full:
+        bench.ledger.grant(1, "r4", OTHER, 4)
+    assert type(full.value) is NoPages
+
+
+def test_nobody_waits_for_a_share_that_is_in_quarantine_for_good() -> None:
+    bench = Bench("process")
+    ticket = bench.grant(4 * 18)
+    bench.ledger.cancel(1, ticket, "client left")
+    bench.say(quiesced(ticket, proven=False))
+    bench.take(Send)
+    bench.grant(8)
+    with pytest.raises(LinkLost, match="18 of the link's 20 pages are in quarantine"):
+        bench.ledger.grant(2, "r2", PE, 12)
+    bench.say(quiesced(ticket))
+    bench.grant(12)
 
 
 def test_the_pe_may_give_up_by_itself() -> None:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "link.h"
 
+#include <algorithm>
 #include <future>
 #include <limits>
 #include <utility>
@@ -143,6 +144,8 @@ void Link::run_writers() {
     if (writer->over()) writers_.erase(writer);
   }
   running_.clear();
+  // Whoever got nothing goes first next time, or a writer that comes early in the list takes every put that ends.
+  std::stable_partition(scheduled_.begin(), scheduled_.end(), [](const auto& writer) { return writer->waits(); });
 }
 
 unsigned Link::turn(Nanos now) {

@@ -76,6 +76,8 @@ class Link : public std::enable_shared_from_this<Link> {
   CopyCrew* crew();
   std::shared_ptr<Pool> pool(std::uint32_t id) const;
   bool window_open() const { return window_.open(); }
+  // A writer has more to do that nothing will wake us for: no sleep after this turn.
+  void go_on() { ++posted_; }
   void put(Writer& writer, const Batch& batch, const Run& run);
   void copy(std::shared_ptr<CopyJob> job);
   void copy_done(const CopyJob& job);

@@ -83,14 +83,19 @@ bool Writer::advance() {
 }
 
 void Writer::post_some() {
+  waits_ = false;
   for (int i = 0; i < kPutsPerTurn && !batches_.empty(); ++i) {
     auto batch = batches_.front();
     if (!may_write()) return refuse_rest();
     if (batch->pool->mapping) {
       if (post_copy(batch)) batches_.pop_front();
+      link_.go_on();
       return;
     }
-    if (!link_.window_open()) return;
+    if (!link_.window_open()) {
+      waits_ = i == 0;
+      return;
+    }
     Run run = batch->take(kPutBytes, false);
     if (batch->empty()) batches_.pop_front();
     posted_ += run.units;

@@ -59,6 +59,8 @@ class Writer : public std::enable_shared_from_this<Writer> {
   // True when nothing but a stop() can happen to this writer any more.
   bool over() const;
   bool scheduled = false;  // kept by the link
+  // It found the window of the link closed, and posted nothing.
+  bool waits() const { return waits_; }
 
  private:
   void post_some();
@@ -83,6 +85,7 @@ class Writer : public std::enable_shared_from_this<Writer> {
   bool flushing_ = false, sending_ = false;
   std::optional<std::string> ring_;
   bool progress_due_ = false;
+  bool waits_ = false;
   bool stopping_ = false, silent_ = false;
   bool rung_ = false, failed_said_ = false, quiet_said_ = false;
   // Why nothing more is posted; and, apart from it, whether a write may be lost or still under way. A refusal

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PE rank through steps that take long and lanes that are slow: what the CE still wants goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from kvrail.runtime.engine_protocol import SequenceState, StepOutput
+from kvrail.runtime.messages import Prefill, PrefillDone, Sampling
+from kvrail.runtime.prefilling import Prefilling
+from kvrail.runtime.rank import Front, Loop
+from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.link_events import LaneInfo, LinkKey, LinkUp, PeerBeat, Received
+from kvrail.transfer.sender import Sender
+from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
+
+LAYOUT = PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=1, dtype="float32", page_tokens=16)
+CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
+TICKET, TTL_S = b"t" * 16, 10.0
+SAMPLING = Sampling(max_tokens=4, seed=1)
+
+
+class Writer:
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s, self.done, self.pushed, self.rung = ttl_s, 0, 0, False
+
+    def push(self, pool: int, address: int, source: Any, target: Any) -> None:
+        self.pushed += len(target)
+
+    def ring(self, message: bytes) -> None:
+        self.rung = True
+
+    def renew(self, ttl_s: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Bench:
+    """A real ledger and role; engine, links and writers only take notes."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.added: list[str] = []
+        self.writers: list[Writer] = []
+        self.beats: list[Beat] = []
+        engine: Any = SimpleNamespace(
+            layout=LAYOUT,
+            add=lambda request, tokens, sampling, prefill_only: self.added.append(request),
+            abort=lambda request: None,
+            sequence=lambda request: SequenceState([0, 1], 32, 0),
+        )
+        links: Any = SimpleNamespace(
+            send=lambda key, message: None,
+            writer=self._writer,
+            set_beat=lambda key, beat: self.beats.append(beat),
+        )
+        pools: Any = SimpleNamespace(pages=SimpleNamespace(address=0, unit_bytes=LAYOUT.page_bytes))
+        self.role = Prefilling(
+            engine=engine,
+            pool=SimpleNamespace(),  # type: ignore[arg-type]
+            pools=pools,
+            links=links,
+            sender=Sender(LAYOUT, incarnation=PE.incarnation, rank=PE.rank),
+            send=self.sent.append,
+        )
+        self.role.on_link(0, LinkUp(CE, 1, LaneInfo("put", "tcp", "host", "worker")))
+
+    def _writer(self, key: LinkKey, writer: int, ttl_s: float) -> Writer:
+        self.writers.append(Writer(ttl_s))
+        return self.writers[-1]
+
+    def start(self, tokens: int = 32) -> None:
+        grant = Grant(
+            ticket=TICKET,
+            epoch=1,
+            ce=CE.incarnation,
+            ce_rank=CE.rank,
+            pe=PE.incarnation,
+            pe_rank=PE.rank,
+            token_start=0,
+            token_end=32,
+            pages=pack_u32([5, 6]),
+            ttl_s=TTL_S,
+        )
+        self.role.on_link(0, Received(CE, grant))
+        self.call("r", tokens)
+
+    def call(self, request: str, tokens: int = 32, ticket: bytes = TICKET) -> None:
+        self.role.handle(
+            0, Prefill(request_id=request, ticket=ticket, tokens=pack_u32([1] * tokens), sampling=SAMPLING)
+        )
+
+    def wanted(self) -> PeerBeat:
+        return PeerBeat(CE, Beat(steps=1, state="serving", tickets=[TicketBeat(TICKET, 0)]))
+
+    def progress(self) -> int:
+        self.role.beat(1)
+        (ticket,) = self.beats[-1].tickets
+        return ticket.progress
+
+
+def done(at: float, bench: Bench) -> None:
+    bench.role.on_step(at, [StepOutput("r", 32, 9, None, 0)])
+
+
+def test_tickets_outlive_a_step_longer_than_their_ttl(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.start()
+    clock = [0.0]
+    heard: list[list[Any]] = [[], [bench.wanted()]]
+
+    def step() -> list[StepOutput]:
+        assert bench.beats[-1].tickets, "the CE hears of the ticket before the step, not after it"
+        clock[0] += 2 * TTL_S
+        return [StepOutput("r", 32, 9, None, 0)]
+
+    bench.role.engine.step, bench.role.engine.has_work = step, True  # type: ignore[method-assign, misc]
+    monkeypatch.setattr("kvrail.runtime.rank.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(bench.role, "stats", lambda steps: steps)
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
+        front = Front(socket, "inproc://nobody")
+        # The CE has renewed the ticket all the while; that is heard when the step is over.
+        Loop(front, bench.role, None, lambda now: heard.pop(0))._turn()
+    (writer,) = bench.writers
+    assert (writer.pushed, writer.rung, writer.ttl_s) == (2, True, TTL_S)
+    bench.role.tick(clock[0])
+    assert not [message for message in bench.sent if isinstance(message, PrefillDone)]
+
+
+def test_bytes_that_are_written_count_as_progress_while_the_doorbell_waits() -> None:
+    bench = Bench()
+    bench.start()
+    done(1, bench)
+    (writer,) = bench.writers
+    assert writer.rung
+    before = bench.progress()
+    bench.role.tick(2)
+    assert bench.progress() == before, "nothing has moved"
+    writer.done = 1
+    bench.role.tick(3)
+    assert bench.progress() > before
+
+
+def test_a_call_for_other_tokens_than_its_ticket_is_refused() -> None:
+    bench = Bench()
+    bench.start(tokens=33)
+    bench.role.tick(0)
+    (end,) = [message for message in bench.sent if isinstance(message, PrefillDone)]
+    assert (end.ok, end.status, bench.added) == (False, 400, [])
+
+
+def test_a_request_id_that_the_engine_still_knows_is_refused() -> None:
+    bench = Bench()
+    bench.start()
+    bench.call("r", ticket=b"u" * 16)
+    (end,) = [message for message in bench.sent if isinstance(message, PrefillDone)]
+    assert (end.ok, end.status, bench.added) == (False, 409, ["r"])
+    done(1, bench)
+    assert bench.writers[0].rung
