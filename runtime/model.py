@@ -80,13 +80,13 @@ class PagedModel:
         """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
 
         layout = checkpoint.layout(dtype, page_tokens)
         if progress:
             progress("loading the weights", 0.0)
         # Progress is the caller's to show.
-        logging.disable_progress_bar()
+        disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder, dtype=getattr(torch, layout.dtype), attn_implementation="eager"
