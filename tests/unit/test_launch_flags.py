@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvrail.frontend import cli
-from kvrail.runtime.config import LaunchConfig
+from kvrail.frontend.launch import _with_model_folder
+from kvrail.runtime.config import LaunchConfig, rank_environment
 from kvrail.runtime.errors import ConfigError
 
 GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
@@ -125,3 +126,18 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
 
 def _threads(**settings) -> int | None:
     return LaunchConfig(role="single", model="m", **settings).resolved_threads
+
+
+def test_ranks_do_not_spin_unless_told_to(monkeypatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_environment()["GOMP_SPINCOUNT"] == "2000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in rank_environment()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert rank_environment()["GOMP_SPINCOUNT"] == "7"
+
+
+def test_a_missing_model_is_said_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="--model /no/such: no such file or folder"):
+        _with_model_folder(LaunchConfig(role="single", model="/no/such"))
