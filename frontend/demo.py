@@ -244,7 +244,9 @@ def main(
             _wait_for_link(ce, deadline)
             progress.remove_task(loading)
         say.print(
-            f"{MODEL_NAME} ({dtype}): PE on {pe.url}, CE on {ce.url}\n", highlight=False, soft_wrap=True
+            f"{MODEL_NAME} ({dtype}, in {model}): PE on {pe.url}, CE on {ce.url}\n",
+            highlight=False,
+            soft_wrap=True,
         )
         say.print(f"[bold]{escape(question)}[/]", highlight=False)
         timing = _ask(ce.url, question, 64)
@@ -260,17 +262,18 @@ def main(
             _fail("; ".join(report.differences + report.not_remote + report.problems))
         if keep:
             stack.pop_all()
-            _say_kept(pe, ce, logs)
     if not keep:
         shutil.rmtree(logs, ignore_errors=True)
     same = report.compared - len(report.differences)
     say.print(
-        f"[bold green]all held[/]: the answer's KV was pushed one-sidedly ({pages:.0f} pages), and so was that of the "
-        f"check ({report.pages:.0f}); {same} of {report.compared} answers are identical; "
+        f"[bold green]all held[/]: the answer's KV was pushed one-sidedly (pages: {pages:.0f}), and so was that of the "
+        f"check (pages: {report.pages:.0f}); {same} of {report.compared} answers are identical; "
         f"{time.monotonic() - began:.0f} s in all",
         highlight=False,
         soft_wrap=True,
     )
+    if keep:
+        _say_kept(pe, ce, logs)
 
 
 def _compare(model: Path, dtype: str, ce: Role, page_tokens: int, logs: Path) -> Report:
@@ -304,9 +307,8 @@ async def _pages(url: str) -> float:
 
 def _say_kept(pe: Role, ce: Role, logs: Path) -> None:
     """What a person needs to use and to stop the servers that --keep left running."""
-    body = json.dumps(
-        {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40}
-    )
+    messages = [{"role": "user", "content": "What is rain?"}]
+    body = json.dumps({"model": MODEL_NAME, "messages": messages, "max_tokens": 40, "temperature": 0})
     say.print(f"still running; logs in {logs}. Ask it:", highlight=False, soft_wrap=True)
     say.out(
         f"  curl -s {ce.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",

@@ -18,6 +18,7 @@ from kvrail.frontend.server import listening_socket, serve
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.process import RankProcesses
 
 __all__ = ["launch_role"]
@@ -34,6 +35,8 @@ def launch_role(config: LaunchConfig) -> int:
     )
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if config.role == "ce" and not config.pe_url:
+        _log.warning("no --pe-url: this engine prefills every prompt by itself")
     token = load_cluster_token(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
@@ -51,6 +54,8 @@ def _with_model_folder(config: LaunchConfig) -> LaunchConfig | None:
     Fetching and converting happen here, once, in a process of their own: they need torch, and this one does not.
     """
     folder = Path(config.model).expanduser()
+    if not folder.exists() and (folder.is_absolute() or folder.parent.is_dir()):
+        raise ConfigError(f"--model {config.model}: no such file or folder")  # at once; torch takes seconds
     if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
         command = [sys.executable, "-P", "-m", "kvrail.frontend.cli", "convert", config.model]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

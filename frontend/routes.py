@@ -77,7 +77,9 @@ def openai_routes(
     def check_model(body: GenerationRequest) -> int:
         """The longest prompt plus answer; refuses other models than ours."""
         if body.model not in (None, config.model_name):
-            raise NoSuchModel(f"model {body.model!r} is not served here", param="model")
+            raise NoSuchModel(
+                f"model {body.model!r} is not served here, but {config.model_name!r} is", param="model"
+            )
         limit = longest()
         if limit is None:
             raise Unavailable("the model is loading", retry_after_s=2.0)
@@ -173,7 +175,9 @@ def openai_routes(
     @router.get("/models/{name:path}")
     async def model(name: str) -> Response:
         if name != config.model_name:
-            raise NoSuchModel(f"model {name!r} is not served here", param="model")
+            raise NoSuchModel(
+                f"model {name!r} is not served here, but {config.model_name!r} is", param="model"
+            )
         return json_response(card())
 
     return router

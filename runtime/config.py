@@ -16,7 +16,14 @@ from urllib.parse import urlsplit
 
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["LaunchConfig", "child_environment", "environment", "is_loopback", "ucx_overrides"]
+__all__ = [
+    "LaunchConfig",
+    "child_environment",
+    "environment",
+    "is_loopback",
+    "rank_environment",
+    "ucx_overrides",
+]
 
 Role = Literal["pe", "ce", "single"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
@@ -97,7 +104,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the flag."""
-        _require(self.role in DEFAULT_PORT, f"--role {self.role}: pe, ce or single")
+        _require(self.role in DEFAULT_PORT, f"--role {self.role}: must be pe, ce or single")
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
         for url in self.pe_url:
@@ -134,9 +141,9 @@ class LaunchConfig:
         )
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            f"--dtype {self.dtype}: auto, float32, bfloat16 or float16",
+            f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
-        _require(self.device == "cpu", f"--device {self.device}: cpu")
+        _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
@@ -202,7 +209,7 @@ def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
         return
     name, slash, transport = required.partition("/")
     known = name == "put" and bool(transport) if slash else name in ("shm", "put")
-    _require(known, f"--require-lane {required}: shm, put, put/cma or put/tcp")
+    _require(known, f"--require-lane {required}: must be shm, put, put/cma or put/tcp")
     _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
     _require(
         not transport or put_transport in ("auto", transport),
@@ -230,6 +237,17 @@ def environment(
 def child_environment(**defaults: str) -> dict[str, str]:
     """This process's environment for a child, with `defaults` for the variables that it lacks."""
     return {**defaults, **os.environ}
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of a rank process: its OpenMP threads wait for each other asleep after a short spin.
+
+    The default spins for milliseconds. Where a PE and a CE share cores, or anything else runs beside them, the
+    spinning thread holds the core that the thread it waits for needs: decoding becomes several times slower.
+    """
+    if os.environ.get("OMP_WAIT_POLICY"):
+        return child_environment()
+    return child_environment(GOMP_SPINCOUNT="2000")
 
 
 def ucx_overrides() -> dict[str, str]:

@@ -21,7 +21,7 @@ from types import TracebackType
 
 import msgspec
 
-from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.config import LaunchConfig, rank_environment
 from kvrail.runtime.errors import ConfigError
 
 __all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
@@ -75,6 +75,7 @@ class RankProcesses:
                 # -P: the working directory must not shadow installed packages.
                 [sys.executable, "-P", "-m", "kvrail.runtime.rank"],
                 stdin=subprocess.PIPE,
+                env=rank_environment(),
             )
             self.processes.append(process)
             spec = RankSpec(

@@ -318,7 +318,8 @@ class Links:
         if self._dialer is not None:
             self._dialer.up(link.key)
         level = logging.WARNING if lane.reason else logging.INFO
-        _log.log(level, "link with %s: lane %s %s", _name(link.key), lane.label, lane.reason)
+        why = f": {lane.reason}" if lane.reason else ""
+        _log.log(level, "link with %s: lane %s%s", _name(link.key), lane.label, why)
         self._events.append(LinkUp(link.key, link.epoch, lane))
 
     # --- ends and proofs -----------------------------------------------------------------------------------------

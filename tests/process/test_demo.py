@@ -79,7 +79,7 @@ def test_it_proves_itself_and_keeps_running_when_asked(environment: dict[str, st
         r"prompt prefilled +│ remote",
         r"pages pushed +│ 1 ",
         r"lane +│ shm \(memcpy, host memory\)",
-        r"all held: .* \(1 pages\).* 4 of 4 answers are identical",
+        r"all held: .* \(pages: 1\).* 4 of 4 answers are identical",
     ):
         assert re.search(line, said), f"{line}\n{said}"
     assert done.stderr == ""

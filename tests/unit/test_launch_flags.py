@@ -18,7 +18,7 @@ from kvrail.runtime.errors import ConfigError
 
 GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"role": "both"}, "--role both: pe, ce or single"),
+    ({"role": "both"}, "--role both: must be pe, ce or single"),
     ({"dp": 0}, "--dp must be"),
     ({"port": 65536}, "--port 65536: 0 to 65535"),
     ({"page_tokens": 8}, "--page-tokens must be between 16 and 256"),
@@ -37,8 +37,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host": "::"}, "--host :: is not loopback"),
     ({"host": ""}, "--host  is not loopback"),
     ({"kv_host": "eth0"}, "--kv-host eth0 is not loopback: give the cluster token with --token-file"),
-    ({"require_lane": "rdma"}, "--require-lane rdma: shm, put, put/cma or put/tcp"),
-    ({"require_lane": "shm/cma"}, "--require-lane shm/cma: shm, put, put/cma or put/tcp"),
+    ({"require_lane": "rdma"}, "--require-lane rdma: must be shm, put, put/cma or put/tcp"),
+    ({"require_lane": "shm/cma"}, "--require-lane shm/cma: must be shm, put, put/cma or put/tcp"),
     ({"require_lane": "shm", "lane": "put"}, "--require-lane shm cannot hold with --lane put"),
     ({"require_lane": "put/cma", "put_transport": "tcp"}, "cannot hold with --put-transport tcp"),
 ]
