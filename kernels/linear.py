@@ -16,7 +16,7 @@ __all__ = ["HalfLinear", "WideLinear", "activation_dtype", "has_native_16bit", "
 
 # Up to so many rows, reading the weight costs more than the sums do.
 FEW_ROWS = 128
-FEW_ROWS_NATIVE = 32
+FEW_ROWS_NATIVE = 4
 # Columns of one stored block. A narrow block keeps the rows of the weight on few memory pages, which makes the
 # product of a few rows up to twice as fast as over the whole width.
 BLOCK_COLUMNS = 1536

@@ -80,6 +80,7 @@ class Breakable:
         self.ce_tcp = self.start_ce("--pe-url", url, "--lane", "put", "--put-transport", "tcp")
         self._pe_flags: tuple[str, ...] = ()
         self._small: Server | None = None
+        self._gone: set[object] = set()
         self.single.wait_ready()
         self.pe()
 
@@ -109,6 +110,8 @@ class Breakable:
         """Start a new PE on the same port, without waiting for it."""
         if self._pe.process.poll() is None:
             self._pe.stop()
+        # A CE may take a moment to see that the old one is gone; a link to that one is no link.
+        self._gone |= {link["peer"] for ce in (self.ce, self.ce_tcp) for link in self.links(ce)}
         self._pe, self._pe_flags = self._start_pe(self._pe.port, flags), flags
         return self._pe
 
@@ -128,7 +131,7 @@ class Breakable:
 
     def linked(self, ce: Server) -> bool:
         """Whether the link of `ce` to the present PE works."""
-        return [link["state"] for link in self.links(ce)] == ["up"]
+        return [link["state"] for link in self.links(ce) if link["peer"] not in self._gone] == ["up"]
 
     def wait_unlinked(self, within_s: float = 20) -> None:
         """Return when both CEs have seen that the PE is gone."""
