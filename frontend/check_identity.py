@@ -132,6 +132,7 @@ async def check(
     ):
         before = await pages_received(split, expect_lane)
         gate = asyncio.Semaphore(concurrency)
+        expected = len(prompts) + (sum(map(len, _CHAT)) if chat else 0)
 
         async def compare(name: str, path: str, body: dict[str, Any]) -> str:
             body = {"model": model, "temperature": 0, "max_tokens": max_tokens, **body}
@@ -149,7 +150,10 @@ async def check(
             if got[2] != "remote":
                 report.not_remote.append(f"{name}: x-kvrail-prefill is {got[2]!r}")
             verdict = "[green]equal[/]" if not found else f"[red]{found}[/]"
-            say.print(f"  {name:<24} {verdict}  ({len(wanted[0])} tokens, {got[2] or '?'})", highlight=False)
+            say.print(
+                f"  {report.compared:>2}/{expected} {name:<24} {verdict}  ({len(wanted[0])} tokens, {got[2] or '?'})",
+                highlight=False,
+            )
             return wanted[1]
 
         async def converse(name: str, questions: tuple[str, ...]) -> None:

@@ -219,6 +219,10 @@ def _command(
             status.update(f"measuring: {_bytes(record.page_bytes)} x {record.pages}")
     console.print(_table(records))
     console.print("(spin): the receiver's progress thread spins; else all threads sleep when a batch comes")
+    if (os.cpu_count() or 1) <= 2:
+        console.print(
+            "on 2 cores a spinning thread may hold the core that the others need: read (spin) with care"
+        )
     console.print(f"pools: host memory, {records[0].backing} pages; {os.cpu_count()} cores")
     if "socket" in wanted:
         console.print(

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For all tests: signals as a terminal gives them, also when the run was started in the background or under nohup."""
+
+from __future__ import annotations
+
+import signal
+
+# A child inherits what is ignored here, and then no test could stop it by ctrl-C or a hang-up.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
