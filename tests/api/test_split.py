@@ -336,6 +336,8 @@ def test_no_more_tickets_than_a_prefill_rank_takes(pair: Any) -> None:
         ce.server.wait_until("/metrics", lambda r: "kvrail_front_waiting 1.0" in r.text)
         assert len([m for m in ce.rank.received if isinstance(m, Submit)]) == 1
         pe.rank.send(PrefillDone(request_id=first.request_id, ok=True))
+        # Else the next call may overtake this news, and is refused.
+        pe.server.wait_until("/metrics", lambda r: 'kvrail_rank_requests{rank="0"} 0.0' in r.text)
         ce.rank.send(output(first.request_id, ids("a"), "length", route="remote"))
         second = pe.rank.wait_for(Prefill, 2)[1]
         ce.rank.send(output(second.request_id, ids("b"), "length", route="remote"))
