@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import random
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -99,15 +100,22 @@ def _difference(ref: tuple[list[Any], str, str], split: tuple[list[Any], str, st
     return f"texts differ: {ref[1]!r} / {split[1]!r}"
 
 
-async def pages_received(client: httpx.AsyncClient, lane: str | None) -> float:
-    """Pages that the CE has received by one-sided writes, over `lane` ("shm", "put/cma", …; None: any)."""
-    text = (await client.get("/metrics")).text
-    total = 0.0
-    for labels, value in re.findall(r"^kvrail_link_pages_total\{(.*?)\} (\S+)$", text, re.MULTILINE):
-        found = dict(re.findall(r'(\w+)="(.*?)"', labels))
-        if lane is None or lane in (found["lane"], f"{found['lane']}/{found['transport']}"):
-            total += float(value)
-    return total
+async def pages_received(client: httpx.AsyncClient, lane: str | None, *, beyond: float = -1.0) -> float:
+    """Pages that the CE has received by one-sided writes, over `lane` ("shm", "put/cma", …; None: any).
+
+    Ranks report a few times a second: waits up to two seconds for more than `beyond`.
+    """
+    deadline = time.monotonic() + 2.0
+    while True:
+        text = (await client.get("/metrics")).text
+        total = 0.0
+        for labels, value in re.findall(r"^kvrail_link_pages_total\{(.*?)\} (\S+)$", text, re.MULTILINE):
+            found = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            if lane is None or lane in (found["lane"], f"{found['lane']}/{found['transport']}"):
+                total += float(value)
+        if total > beyond or time.monotonic() > deadline:
+            return total
+        await asyncio.sleep(0.1)
 
 
 async def check(
@@ -174,7 +182,7 @@ async def check(
         ]
         talks = [converse(f"chat {n + 1}", questions) for n, questions in enumerate(_CHAT)] if chat else []
         await asyncio.gather(*jobs, *talks)
-        report.pages = await pages_received(split, expect_lane) - before
+        report.pages = await pages_received(split, expect_lane, beyond=before) - before
     if report.pages <= 0:
         report.problems.append(f"the CE's metrics show no page received over lane {expect_lane or 'any'}")
     return report

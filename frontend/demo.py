@@ -250,8 +250,9 @@ def main(
         )
         say.print(f"[bold]{escape(question)}[/]", highlight=False)
         timing = _ask(ce.url, question, 64)
-        lanes = httpx.get(f"{ce.url}/lanes", timeout=5).json()
+        # The pages first: once they are counted, so are the bytes.
         pages = asyncio.run(_pages(ce.url))
+        lanes = httpx.get(f"{ce.url}/lanes", timeout=5).json()
         say.print(_table(timing, lanes, pages))
         if timing["route"] != "remote" or pages < 1:
             _fail(f"the prompt was prefilled {timing['route'] or 'nowhere'}, {pages:.0f} pages were pushed")
@@ -302,7 +303,7 @@ def _compare(model: Path, dtype: str, ce: Role, page_tokens: int, logs: Path) ->
 
 async def _pages(url: str) -> float:
     async with httpx.AsyncClient(base_url=url) as client:
-        return await pages_received(client, None)
+        return await pages_received(client, None, beyond=0.0)
 
 
 def _say_kept(pe: Role, ce: Role, logs: Path) -> None:

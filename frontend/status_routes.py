@@ -95,7 +95,8 @@ def _lanes(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher
                         {"bytes": size, "gb_per_s": speed, "us": time_us}
                         for size, speed, time_us in report.probes
                     ],
-                    "counters": counters.get((incarnation.hex(), number), {}),
+                    "counters": counters.get((incarnation.hex(), number))
+                    or {"pages": 0.0, "bytes": 0.0, "tickets": 0.0},
                 }
             )
     return {

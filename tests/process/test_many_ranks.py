@@ -127,6 +127,10 @@ def test_a_prefill_engine_that_leaves_takes_nothing_with_it(
         talk(ce.url, f"after the loss, conversation {number}")
     settled(ce, before, 6)
     assert httpx.get(f"{ce.url}/ready").status_code == 200
-    assert pes[0].url in [
-        e["url"] for e in httpx.get(f"{ce.url}/lanes").json()["prefill_engines"] if e["trouble"]
-    ]
+
+    def told() -> bool:
+        engines = httpx.get(f"{ce.url}/lanes").json()["prefill_engines"]
+        return pes[0].url in [engine["url"] for engine in engines if engine["trouble"]]
+
+    # The front asks each PE about once a second.
+    wait_until(told, 15, "the pe that left is named", ce)
