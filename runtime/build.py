@@ -13,7 +13,8 @@ import torch
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
+from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import ToFront
@@ -34,6 +35,9 @@ __all__ = ["BuiltRank", "build_rank", "page_count"]
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _DEFAULT_POOL_GIB = 1.0
+# Of the GPU memory that the model leaves free, the pool takes so much unless told otherwise: activations, kernels
+# that are compiled later and another rank on the same GPU need the rest.
+_DEFAULT_GPU_SHARE = 0.5
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
 
@@ -51,11 +55,14 @@ class BuiltRank:
     queue_limit: int
 
 
-def page_count(config: LaunchConfig, layout: PageLayout) -> int:
-    """Pages of the pool: as asked for, or as many as the memory that was asked for holds."""
+def page_count(config: LaunchConfig, layout: PageLayout, gpu_free_bytes: int | None = None) -> int:
+    """Pages of the pool: as asked for, or as many as the memory that was asked for holds. `gpu_free_bytes`: what the
+    GPU has free; None for a pool in host memory.
+    """
     if config.kv_pages is not None:
         return config.kv_pages
-    gib = config.kv_memory_gb or _DEFAULT_POOL_GIB
+    default = _DEFAULT_POOL_GIB if gpu_free_bytes is None else gpu_free_bytes * _DEFAULT_GPU_SHARE / _GIB
+    gib = config.kv_memory_gb or default
     pages = int(gib * _GIB) // layout.page_bytes
     if pages < 2:
         raise ConfigError(
@@ -71,21 +78,35 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     config = spec.config
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
+    # What the machine lacks is said before a model is loaded.
+    device = rank_device(config, spec.rank)
+    library = config.ucx or environment("KVRAIL_UCX")
+    cuda = open_cuda(config, spec.rank, library)
     checkpoint = open_checkpoint(config.model, _log_progress)
-    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
+    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress, device=device)
     layout = model.layout
-    pages = page_count(config, layout)
+    pages = page_count(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
             config.kv_host,
-            library=config.ucx or environment("KVRAIL_UCX"),
+            library=library,
             overrides=ucx_overrides(),
+            cuda=cuda is not None,
         )
         stack.callback(context.close)
-        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        reactor = open_reactor(
+            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads, cuda=cuda
+        )
         stack.callback(reactor.close)
-        pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
+        on_gpu = device != "cpu"
+        pools = Pools.allocate(
+            context,
+            pages=pages,
+            page_bytes=layout.page_bytes,
+            cuda=cuda if on_gpu else None,
+            pin=None if on_gpu else cuda,
+        )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
@@ -109,6 +130,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 pools=pools,
                 options=_link_options(spec),
                 accept=config.role == "pe",
+                gpu=gpu_facts(cuda, mps_sign()),
             )
             stack.callback(_close_links, links, memory)
         role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)

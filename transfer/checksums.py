@@ -11,13 +11,22 @@ import numpy.typing as npt
 from kvrail.transfer.ucx import checksum_pages
 
 if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+    from kvrail.transfer.device_pool import DevicePool
     from kvrail.transfer.memory import HostPool
 
 __all__ = ["pack_checksums", "page_checksums", "unpack_checksums"]
 
 
-def page_checksums(pool: HostPool, units: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """The checksum of each unit, in order (uint64 [len(units)]). The GIL is released meanwhile."""
+def page_checksums(
+    pool: HostPool | DevicePool, units: npt.NDArray[np.uint32], after: _ucx.CudaFence | None = None
+) -> npt.NDArray[np.uint64]:
+    """The checksum of each unit, in order (uint64 [len(units)]). The GIL is released meanwhile.
+
+    Of a pool in GPU memory they are computed there, behind `after` (everything that writes those units).
+    """
+    if pool.memory == "cuda":
+        return pool.checksums(units, after)
     return checksum_pages(pool.address, pool.unit_bytes, units)
 
 
