@@ -17,15 +17,18 @@ from urllib.parse import urlsplit
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
+    "Attention",
     "LaunchConfig",
     "child_environment",
     "environment",
     "is_loopback",
+    "keep_compiled_attention",
     "rank_environment",
     "ucx_overrides",
 ]
 
 Role = Literal["pe", "ce", "single"]
+Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
 
 
@@ -61,6 +64,9 @@ class LaunchConfig:
     kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
+    attention: Literal["auto", "flashinfer", "torch"] = _setting(
+        "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
+    )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
@@ -144,6 +150,10 @@ class LaunchConfig:
             f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
         _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
+        _require(
+            self.attention in ("auto", "flashinfer", "torch"),
+            f"--attention {self.attention}: must be auto, flashinfer or torch",
+        )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
@@ -248,6 +258,14 @@ def rank_environment() -> dict[str, str]:
     if os.environ.get("OMP_WAIT_POLICY"):
         return child_environment()
     return child_environment(GOMP_SPINCOUNT="2000")
+
+
+def keep_compiled_attention(folder: Path) -> None:
+    """Have FlashInfer keep the kernels that it compiles under `folder`, unless the user has said where.
+
+    Works until FlashInfer is imported: it reads the variable then.
+    """
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
 
 
 def ucx_overrides() -> dict[str, str]:
