@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of one step on a CPU: a flat batch of prefill chunks and single tokens over one pool.
+"""Paged attention of one step in plain torch: a flat batch of prefill chunks and single tokens over one pool.
 
 What is the same for every layer (where new KV goes, which pages are read, masks) is worked out once a step in
 `StepPlan`; a layer then costs two row copies into the pool and, for each group of sequences, a gather and one
 call of torch's fused attention. Heads that share a KV head are never expanded in memory: for a single token they
-become the rows of its query, for a chunk a batch dimension of stride 0.
+become the rows of its query, for a chunk a batch dimension of stride 0. It runs where the pool is: on a CPU, or on a
+GPU for what the compiled attention (flashinfer_attention.py) does not cover.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Slice", "StepPlan"]
+from kvrail.kernels.upload import upload
+
+__all__ = ["AttentionPlan", "Planner", "Slice", "StepPlan"]
 
 # Rows of a chunk that attend together: keys behind the last of them are not read, which saves half of the work.
 QUERY_BLOCK = 128
@@ -30,6 +34,21 @@ class Slice(NamedTuple):
     pages: list[int]
     start: int
     length: int
+
+
+class AttentionPlan(Protocol):
+    """What is the same for every layer of one step, however attention is computed."""
+
+    positions: torch.Tensor
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See StepPlan.attend."""
+
+
+# (pool, slices, dtype of queries) → the plan of one step, as StepPlan(…).
+Planner = Callable[[torch.Tensor, list[Slice], torch.dtype], AttentionPlan]
 
 
 class _Singles(NamedTuple):
@@ -72,12 +91,12 @@ class StepPlan:
         written = np.concatenate(
             [np.asarray(s.pages)[np.arange(s.start, s.start + s.length) // page_tokens] for s in slices]
         )
-        self.positions = torch.from_numpy(positions)
         # Row of (page, layer, k or v, token) in the pool seen as [rows, kv_heads, head_dim].
         first = written * (pool.shape[1] * 2 * page_tokens) + positions % page_tokens
-        steps = np.arange(pool.shape[1] * 2)[:, None] * page_tokens
-        self._targets = torch.from_numpy(first[None, :] + steps)
-        self._singles, self._chunks = _group(slices, page_tokens, dtype, pool.dtype)
+        self.positions, start = upload(pool.device, (positions, first))
+        steps = torch.arange(pool.shape[1] * 2, device=pool.device)[:, None] * page_tokens
+        self._targets = start + steps
+        self._singles, self._chunks = _group(slices, pool, dtype)
 
     @property
     def tokens(self) -> int:
@@ -124,8 +143,9 @@ def _read(side: torch.Tensor, pages: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _group(
-    slices: list[Slice], page_tokens: int, dtype: torch.dtype, stored: torch.dtype
+    slices: list[Slice], pool: torch.Tensor, dtype: torch.dtype
 ) -> tuple[list[_Singles], list[_Chunk]]:
+    page_tokens, device = pool.shape[3], pool.device
     chunks: list[_Chunk] = []
     by_length: dict[int, list[tuple[int, Slice]]] = {}
     row = 0
@@ -135,12 +155,13 @@ def _group(
             # Tables of one group differ by less than a factor of two, so that little padding is read.
             by_length.setdefault(pages.bit_length(), []).append((row, part))
         else:
-            chunks.append(_chunk(part, row, pages, dtype))
+            chunks.append(_chunk(part, row, pages, dtype, device))
         row += part.length
-    return [_single(group, page_tokens, stored) for group in by_length.values()], chunks
+    return [_single(group, pool) for group in by_length.values()], chunks
 
 
-def _single(group: list[tuple[int, Slice]], page_tokens: int, dtype: torch.dtype) -> _Singles:
+def _single(group: list[tuple[int, Slice]], pool: torch.Tensor) -> _Singles:
+    page_tokens, device = pool.shape[3], pool.device
     lengths = np.array([part.start + 1 for _, part in group])
     width = -(-int(lengths.max()) // page_tokens)
     table = np.empty((len(group), width), dtype=np.int64)
@@ -148,19 +169,20 @@ def _single(group: list[tuple[int, Slice]], page_tokens: int, dtype: torch.dtype
         used = part.pages[:width]
         line[: len(used)] = used
         line[len(used) :] = used[0]
-    hidden = np.arange(width * page_tokens)[None, :] >= lengths[:, None]
-    mask = torch.zeros(len(group), 1, 1, width * page_tokens, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(hidden)[:, None, None, :], float("-inf"))
-    rows = torch.tensor([row for row, _ in group])
-    return _Singles(rows, torch.from_numpy(table).view(-1), mask)
+    rows, ends, pages = upload(device, (np.array([row for row, _ in group]), lengths, table.reshape(-1)))
+    hidden = torch.arange(width * page_tokens, device=device) >= ends[:, None]
+    mask = torch.zeros(len(group), 1, 1, width * page_tokens, dtype=pool.dtype, device=device)
+    mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
+    return _Singles(rows, pages, mask)
 
 
-def _chunk(part: Slice, row: int, pages: int, dtype: torch.dtype) -> _Chunk:
+def _chunk(part: Slice, row: int, pages: int, dtype: torch.dtype, device: torch.device) -> _Chunk:
     blocks = []
     for first in range(0, part.length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, part.length)
         keys = part.start + last
-        mask = torch.zeros(last - first, keys, dtype=dtype)
-        mask[:, part.start + first :] = torch.full((last - first, last - first), float("-inf")).triu_(1)
+        mask = torch.zeros(last - first, keys, dtype=dtype, device=device)
+        mask[:, part.start + first :].fill_(float("-inf")).triu_(1)
         blocks.append(_Block(first, last, keys, mask))
-    return _Chunk(row, row + part.length, torch.tensor(part.pages[:pages]), blocks)
+    (table,) = upload(device, (np.asarray(part.pages[:pages]),))
+    return _Chunk(row, row + part.length, table, blocks)

@@ -83,7 +83,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     library = config.ucx or environment("KVRAIL_UCX")
     cuda = open_cuda(config, spec.rank, library)
     checkpoint = open_checkpoint(config.model, _log_progress)
-    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress, device=device)
+    model = PagedModel.load(
+        checkpoint,
+        config.dtype,
+        config.page_tokens,
+        _log_progress,
+        device=device,
+        attention=config.attention,
+    )
     layout = model.layout
     pages = page_count(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:

@@ -18,16 +18,19 @@ from urllib.parse import urlsplit
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
+    "Attention",
     "LaunchConfig",
     "child_environment",
     "environment",
     "is_loopback",
+    "keep_compiled_attention",
     "mps_sign",
     "rank_environment",
     "ucx_overrides",
 ]
 
 Role = Literal["pe", "ce", "single"]
+Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -68,6 +71,9 @@ class LaunchConfig:
     device: str = _setting(
         "cpu",
         "where model and pages live: cpu, cuda, or cuda:N (rank i of --dp takes the i-th GPU from there)",
+    )
+    attention: Literal["auto", "flashinfer", "torch"] = _setting(
+        "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
     )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
@@ -168,6 +174,10 @@ class LaunchConfig:
         _require(
             on_gpu or self.lane != "peer" or self.role == "pe",
             "--lane peer on a ce needs its pages in GPU memory: give --device cuda",
+        )
+        _require(
+            self.attention in ("auto", "flashinfer", "torch"),
+            f"--attention {self.attention}: must be auto, flashinfer or torch",
         )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
@@ -286,6 +296,14 @@ def mps_sign() -> str:
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     # The daemon's pipe: it takes the file along when it quits.
     return f"its control pipe is in {folder}" if (Path(folder) / "control").exists() else ""
+
+
+def keep_compiled_attention(folder: Path) -> None:
+    """Have FlashInfer keep the kernels that it compiles under `folder`, unless the user has said where.
+
+    Works until FlashInfer is imported: it reads the variable then.
+    """
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
 
 
 def ucx_overrides() -> dict[str, str]:

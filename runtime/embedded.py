@@ -4,10 +4,14 @@
 A sequence is waiting (no pages), running (pages for all its tokens; prefilling or decoding), or held (a finished
 prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
 computed again later; a prefill-only sequence never does, because its pages may be on their way already.
+
+On a GPU a step that samples nothing returns while its work is still queued. Pages go back to the PagePool only when
+nothing queued can touch them any more: `_release` waits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Any, Literal
 
@@ -16,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 from kvrail.kernels.attention import Slice
+from kvrail.kernels.upload import upload
+from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.messages import Sampling
@@ -28,11 +34,14 @@ from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
 
+_log = logging.getLogger(__name__)
+
 
 class EmbeddedEngine:
-    """Implements engine_protocol.Engine on one CPU.
+    """Implements engine_protocol.Engine on one CPU or GPU: the model's.
 
-    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine.
+    `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
+    outlive the engine.
     `max_model_len` is cut to what the model and the pool can hold.
     """
 
@@ -53,6 +62,7 @@ class EmbeddedEngine:
         self._model = model
         self._pool = pool
         self._memory = pool_tensor(memory, pool.pages, self.layout)
+        self._compute = Compute(model.device)
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
         self._prefix_cache = prefix_cache
@@ -114,9 +124,10 @@ class EmbeddedEngine:
         used = len(tokens) % self.layout.page_tokens
         if used:
             # Whatever else came with the last page must not reach attention, not even times zero.
-            self._memory[pages[-1], :, :, used:] = 0
+            with self._compute.queue() as sequence.queued:
+                self._memory[pages[-1], :, :, used:] = 0
         if self._finished_before(sequence):
-            self._pool.release(sequence_id)
+            self._release(sequence)
             return
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
@@ -141,7 +152,13 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
+        self._compute.settle()
         self._memory = torch.empty(0)
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None on a CPU."""
+        return self._compute.stream
 
     @property
     def has_work(self) -> bool:
@@ -245,7 +262,9 @@ class EmbeddedEngine:
     def _new_pages(self, sequence: EngineSequence, count: int) -> list[int]:
         pages = self._pool.allocate(sequence.sequence_id, count)
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
-        self._memory.index_fill_(0, torch.tensor(pages, dtype=torch.int64), 0)
+        with self._compute.queue() as sequence.queued:
+            (index,) = upload(self._memory.device, (np.asarray(pages, dtype=np.int64),))
+            self._memory.index_fill_(0, index, 0)
         return pages
 
     def _hopeless(self) -> bool:
@@ -275,7 +294,7 @@ class EmbeddedEngine:
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._pool.release(chosen)
+        self._release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
@@ -292,20 +311,44 @@ class EmbeddedEngine:
             if count == sequence.remaining:
                 wanted.append(len(tokens) - 1)
                 sampled.append(sequence)
-        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted)
+        # The position of a token is the number of tokens before it, wherever those were computed.
+        requests = [(s.sampling, len(s.tokens)) for s in sampled]
+        try:
+            with self._compute.queue() as number:
+                for sequence in batch:
+                    sequence.queued = number
+                logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted)
+                drawn = sample(logits, requests) if sampled else []
+        except torch.OutOfMemoryError:
+            self._shrink(batch, counts)
+            return
+        if sampled:
+            self._compute.waited()
         for sequence, count in zip(batch, counts, strict=True):
             sequence.computed += count
             self._index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
-        if sampled:
-            # The position of a token is the number of tokens before it, wherever those were computed.
-            drawn = sample(logits, [(s.sampling, len(s.tokens)) for s in sampled])
-            for sequence, choice in zip(sampled, drawn, strict=True):
-                if choice is None:
-                    self._fail(sequence, "the model gave logits that are not numbers")
-                else:
-                    self._emit(sequence, *choice)
+        for sequence, choice in zip(sampled, drawn, strict=True):
+            if choice is None:
+                self._fail(sequence, "the model gave logits that are not numbers")
+            else:
+                self._emit(sequence, *choice)
+
+    def _shrink(self, batch: list[EngineSequence], counts: list[int]) -> None:
+        """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
+
+        Nothing has been counted as computed, so the same tokens come again.
+        """
+        torch.cuda.empty_cache()
+        remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
+        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
+            self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
+            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+        else:
+            _log.error("%s (the youngest sequence of the batch fails)", told)
+            self._fail(batch[-1], told)
 
     def _emit(self, sequence: EngineSequence, token: int, logprob: Any) -> None:
         sequence.tokens.append(token)
@@ -337,4 +380,9 @@ class EmbeddedEngine:
         del self._sequences[sequence.sequence_id]
         if sequence in self._running:
             self._running.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: EngineSequence) -> None:
+        """Give pages back, once nothing that is queued can touch them."""
+        self._compute.settle(sequence.queued)
         self._pool.release(sequence.sequence_id)

@@ -48,6 +48,10 @@ class Engine(Protocol):
     layout: PageLayout
     max_model_len: int
 
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None when KV is there as soon as `step` returns."""
+
     def add(
         self,
         sequence_id: str,
@@ -98,7 +102,11 @@ class Engine(Protocol):
         """The state of a live sequence."""
 
     def step(self) -> list[StepOutput]:
-        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault."""
+        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault.
+
+        Where there is a `stream`, a step that sampled nothing may return before its KV is written: whoever pushes
+        pages orders that behind the stream. Pages that go back to the pool have nothing queued on them.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -33,6 +33,7 @@ class EngineSequence:
         "pages",
         "prefill_only",
         "prompt_tokens",
+        "queued",
         "sampling",
         "sequence_id",
         "tokens",
@@ -58,6 +59,8 @@ class EngineSequence:
         self.keys: list[bytes] = []
         self.indexed = 0
         self.computed = 0
+        # The last work on its pages that was given to the device (see device.Compute).
+        self.queued = 0
         # Unknown until the first match; a sequence that is computed anew keeps its first answer.
         self.cached_tokens: int | None = None
 
