@@ -88,7 +88,7 @@ class LinkBoard:
                         transport=lane.transport,
                         memory=lane.memory,
                         reason=lane.reason,
-                        probes=[tuple(probe) for probe in lane.probes],
+                        probes=[probe[:] for probe in lane.probes],
                         same_host=lane.same_host,
                         slow=lane.slow,
                     )

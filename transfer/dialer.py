@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrail.transfer import control_socket, handshake
 from kvrail.transfer.connector import LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerProcess
@@ -178,14 +180,9 @@ class Dialer:
         self, native: _ucx.Link, epoch: int, cookie: int, distance: str
     ) -> tuple[Offer, tuple[int, ...]]:
         setup, options, pools = self._setup, self._setup.options, list(self._setup.pools.by_id())
-        on_gpu = setup.pools.pages.memory == "cuda"
-        # What another process can map with: only given to one whose end we can see.
-        fds = (
-            ()
-            if distance or options.lane == "put"
-            else tuple(p.fd for _, p in pools if isinstance(p, HostPool))
-        )
-        handles = on_gpu and not distance and options.lane != "put"
+        # What another process can map our pools with: only given to one whose end we can see.
+        near = not distance and options.lane != "put"
+        fds = tuple(pool.fd for _, pool in pools if isinstance(pool, HostPool)) if near else ()
         offer = Offer(
             ucx=setup.ucx_version,
             layout=setup.layout,
@@ -193,26 +190,26 @@ class Dialer:
             cookie=cookie,
             address=b"" if distance else native.address(),
             network_address=native.address(network_only=True),
-            pools=[_offer(pool_id, pool, fds, handles=handles) for pool_id, pool in pools],
+            pools=[_offer(pool_id, pool, fds, handles=near) for pool_id, pool in pools],
             probe_unit=setup.slices.take(),
             lane=options.lane,
             put_transport=options.put_transport,
             require_lane=options.require_lane,
             distance=distance,
-            gpu=setup.gpu if on_gpu else None,
+            gpu=setup.gpu if setup.pools.pages.memory == "cuda" else None,
         )
         return offer, fds
 
 
 def _offer(pool_id: int, pool: HostPool | DevicePool, fds: tuple[int, ...], *, handles: bool) -> PoolOffer:
-    shared = isinstance(pool, HostPool) and pool.fd in fds
-    return PoolOffer(
+    offer = PoolOffer(
         pool=pool_id,
         base=pool.address,
         nbytes=pool.nbytes,
         unit_bytes=pool.unit_bytes,
         memory=pool.memory,
         key=pool.packed_key(),
-        fd=fds.index(pool.fd) if shared else -1,
-        handle=pool.ipc_handle() if handles and isinstance(pool, DevicePool) else b"",
     )
+    if isinstance(pool, DevicePool):
+        return msgspec.structs.replace(offer, handle=pool.ipc_handle() if handles else b"")
+    return msgspec.structs.replace(offer, fd=fds.index(pool.fd) if fds else -1)

@@ -145,7 +145,7 @@ class RankLink:
             transport=lane.transport,
             memory=lane.memory,
             fence=lane.fence,
-            probes=[tuple(probe) for probe in lane.probes],
+            probes=[probe[:] for probe in lane.probes],
             reason=lane.reason,
             slow=lane.slow,
         )
