@@ -56,6 +56,9 @@ def free_bytes(device: str) -> int | None:
     return None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def gpu_facts(device: _ucx.CudaDevice | None, mps: str) -> Gpu | None:
-    """What peers are told of this rank's GPU. `mps`: what says that MPS shares it."""
-    return None if device is None else Gpu(uuid=device.uuid, name=device.name, mps=mps)
+def gpu_facts(device: _ucx.CudaDevice | None, sign_of_mps: str) -> Gpu | None:
+    """What peers are told of this rank's GPU. `sign_of_mps`: see config.mps_sign; the driver is asked as well."""
+    if device is None:
+        return None
+    mps = sign_of_mps or ("the driver says so" if device.shared_by_mps else "")
+    return Gpu(uuid=device.uuid, name=device.name, mps=mps)

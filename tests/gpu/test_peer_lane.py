@@ -43,7 +43,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield make
 
 
-def pages_cross(pe: Rank, ce: Rank, *, epoch: int = 1, writer: int = 5, way: str = "", value: int = 100) -> None:
+def pages_cross(
+    pe: Rank, ce: Rank, *, epoch: int = 1, writer: int = 5, way: str = "", value: int = 100
+) -> None:
     """Six pages, scattered at the target, arrive whole; their neighbours stay as they were."""
     target = [31, 3, 4, 5, 0, 17]
     for page in range(6):
@@ -68,7 +70,7 @@ def test_pages_cross(start: Start, lane: str, pair: tuple[int, int]) -> None:
         sizes = [nbytes for nbytes, *_, way in up["probes"] if way == ways[0]]
         assert sizes[:3] == [4096, 256 << 10, 64 << 20]
         assert all(rate > 0 and us > 0 for _, rate, us, *_ in up["probes"])
-        print(pair, lane, [(way, nbytes, runs, round(gb, 1), round(us, 1)) for nbytes, gb, us, runs, way in up["probes"]])
+        print(pair, lane, *(probe for probe in up["probes"]), sep="\n  ")
     for number, way in enumerate(ways):
         pages_cross(pe, ce, writer=5 + number, way=way, value=100 + 10 * number)
 
@@ -83,7 +85,7 @@ def test_pinned_host_pages_go_into_a_gpu(start: Start) -> None:
     pe, ce = start(True, cuda=PE, pinned=True, lane="peer"), start(False, cuda=CE)
     for up in connect(pe, ce):
         assert (up["lane"], up["reason"], up["slow"]) == ("peer", "", "")
-        print([(way, nbytes, runs, round(gb, 1), round(us, 1)) for nbytes, gb, us, runs, way in up["probes"]])
+        print("pinned", *(probe for probe in up["probes"]), sep="\n  ")
     pages_cross(pe, ce)
 
 
@@ -99,7 +101,12 @@ def refused(pe: Rank, ce: Rank, *, unix: bool = True) -> str:
     ("pe_is", "ce_is", "unix", "words"),
     [
         ({"cuda": PE}, {"cuda": CE}, False, "no peer: the peer names no Unix socket"),
-        ({"cuda": PE}, {"cuda": CE, "mps": "its pipe is in /x"}, True, "is shared through MPS (its pipe is in /x)"),
+        (
+            {"cuda": PE},
+            {"cuda": CE, "mps": "its pipe is in /x"},
+            True,
+            "is shared through MPS (its pipe is in /x)",
+        ),
         ({}, {"cuda": CE}, True, "no peer: this prefill engine has no CUDA device open"),
         ({"cuda": PE}, {}, True, "no peer: the completion engine's pages are in host memory"),
     ],

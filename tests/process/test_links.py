@@ -8,13 +8,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.link_ranks import LAYOUT, PATIENCE_S, Rank, Start, connect, starting
+from kit.link_ranks import LAYOUT, PATIENCE_S, Start, connect, starting
 
 pytestmark = pytest.mark.process
 

@@ -28,6 +28,7 @@ from kvrail.transfer.memory import SEALS
 TOKEN = b"t" * 32
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
 LAYOUT = PageLayout(model_id="m", layers=2, kv_heads=2, head_dim=32, dtype="float32", page_tokens=64)
+POOLS = SimpleNamespace(pages=SimpleNamespace(memory="host"), probe=SimpleNamespace(unit_bytes=4096))
 
 
 class Link:
@@ -53,7 +54,7 @@ class Bench:
             me=PE,
             token=TOKEN,
             layout=LAYOUT,
-            pools=SimpleNamespace(probe=SimpleNamespace(unit_bytes=4096)),  # type: ignore[arg-type]
+            pools=POOLS,  # type: ignore[arg-type]
             options=LinkOptions(socket_dir=folder / "run", **options),
             ucx_version=(1, 22, 0),
         )
