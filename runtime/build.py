@@ -150,7 +150,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             if links is not None and accepts
             else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
-            pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
+            pool_memory=f"cuda ({cuda.name})" if on_gpu and cuda else f"host ({pools.pages.backing})",
             queue_limit=queue_limit,
         )
 
