@@ -322,7 +322,13 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(
+            request.link,
+            pages=len(landed.pages),
+            states=landed.state_slot >= 0,
+            bytes=landed.bell.pushed_bytes,
+            tickets=1,
+        )
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
