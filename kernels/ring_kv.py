@@ -3,8 +3,8 @@
 
 Token t lies in place t mod window. So the ring of a sequence is a page of `window` tokens with the page pool's own
 geometry, and a decoding token, written first, sees exactly what is in it: a ring that has come round has nothing but
-the window in it, in an order that attention does not care about. A chunk sees the ring as it was before the chunk and
-its own keys beside it, and is written afterwards: so a ring need not be longer than the window, however long chunks are.
+the window in it, in an order that attention does not care about. A chunk sees the ring as it was before the chunk,
+and its own keys beside it; it is written afterwards. So a ring is as long as the window, however long chunks are.
 """
 
 from __future__ import annotations
