@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from kvrail.kernels.paged_kv import PagedKV
 from kvrail.kernels.ring_kv import RingKV
 from kvrail.kernels.step_parts import QUERY_BLOCK, Slice
+from kvrail.kernels.upload import upload
 
 __all__ = ["QUERY_BLOCK", "AttentionPlan", "Planner", "Slice", "StepPlan"]
 
@@ -60,7 +61,7 @@ class StepPlan:
     ) -> None:
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in slices])
         like = torch.empty(0, dtype=dtype, device=pool.device)
-        self.positions = torch.from_numpy(positions).to(pool.device)
+        (self.positions,) = upload(pool.device, (positions,))
         self._pages = PagedKV(pool, slices, positions, like)
         self._rings = None if rings is None else RingKV(rings, slices, positions, like)
 

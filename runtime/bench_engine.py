@@ -44,7 +44,8 @@ def measure(
     budget = budget or max(2048, batch * prompt)
     # Who is prefilled first decodes beside the others' prefills, and must last until all decode together.
     length = tokens + 1 + -(-batch * prompt // budget)
-    pages = batch * model.layout.pages_for(prompt + length)
+    # One to spare for each: the engine admits nobody into pages that running ones may want.
+    pages = batch * (model.layout.pages_for(prompt + length) + 1)
     slots = batch if model.layout.state_bytes else 0
     engine = EmbeddedEngine(
         model,

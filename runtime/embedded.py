@@ -288,7 +288,8 @@ class EmbeddedEngine:
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
         with self._compute.queue() as sequence.queued:
             (index,) = upload(self._memory.device, (np.asarray(pages, dtype=np.int64),))
-            self._memory.index_fill_(0, index, 0)
+            # Eight bytes at a time: on a GPU this takes as long as there are elements.
+            self._memory.view(self._pool.pages, -1).view(torch.int64).index_fill_(0, index, 0)
         return pages
 
     def _new_slot(self, sequence: EngineSequence) -> int:

@@ -231,4 +231,4 @@ def test_engine_decodes_the_likeliest_tokens(loaded, dtype, page_tokens, pages, 
             with torch.inference_mode():
                 logits = reference(text).logits[0, len(one) - 1 : -1]
             gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-            assert float(gaps.max()) <= 0.15 * float(logits.std())
+            assert float(gaps.max()) <= (0.3 if dtype == "bfloat16" else 0.1) * float(logits.std())
