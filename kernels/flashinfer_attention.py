@@ -3,7 +3,8 @@
 
 K and V of a layer are strided views of the page-major pool: nothing is gathered. Each step is planned once, on the
 host; a layer then costs one launch that stores its K and V and one or two that attend: leading single tokens as a
-decode batch, all other slices as a ragged prefill batch.
+decode batch, all other slices as a ragged prefill batch. Layers of another kind (a window, capped scores, sinks)
+are torch's, see attention.py.
 
 FlashInfer compiles its kernels with nvcc when they are first wanted and keeps them. FA2 kernels serve both batches;
 FA3's would be quicker for long prompts on Hopper, but take two minutes to compile.
@@ -12,13 +13,14 @@ FA3's would be quicker for long prompts on Hopper, but take two minutes to compi
 from __future__ import annotations
 
 import shutil
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvrail.kernels.attention import Slice
+from kvrail.kernels.attention import Slice, StepPlan
 from kvrail.kernels.upload import stage
 
 __all__ = ["AttentionUnavailable", "FlashInferAttention", "FlashInferPlan"]
@@ -87,7 +89,9 @@ class FlashInferAttention:
         except (RuntimeError, OSError) as error:
             raise AttentionUnavailable(f"FlashInfer's kernels cannot be compiled: {error}") from error
 
-    def plan(self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype) -> FlashInferPlan:
+    def plan(
+        self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype, rings: torch.Tensor | None = None
+    ) -> FlashInferPlan:
         """The plan of one step, in the order of the current stream. May wait for the step before the last one."""
         # Both wrappers plan in pinned buffers of their own, which the last plan's copies may still be reading.
         self._planned.synchronize()
@@ -146,7 +150,7 @@ class FlashInferAttention:
             )
         self._planned.record()
         return FlashInferPlan(
-            pool,
+            (pool, slices, dtype, rings),
             positions,
             singles,
             self._decode if singles else None,
@@ -160,7 +164,7 @@ class FlashInferPlan:
 
     def __init__(
         self,
-        pool: torch.Tensor,
+        step: tuple[torch.Tensor, list[Slice], torch.dtype, torch.Tensor | None],
         positions: torch.Tensor,
         singles: int,
         decode: Any | None,
@@ -168,15 +172,51 @@ class FlashInferPlan:
         append: tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         self.positions = positions
-        self._pool = pool
+        self._step = step
+        self._pool = step[0]
         self._singles = singles
         self._decode, self._prefill = decode, prefill
         self._append, self._rows, self._indices, self._indptr, self._last = append
 
+    @cached_property
+    def _windowed(self) -> StepPlan:
+        """For layers with a window, which keep nothing in pages."""
+        pool, slices, dtype, rings = self._step
+        return StepPlan(pool[:, :0], slices, dtype, rings)
+
+    @cached_property
+    def _other(self) -> StepPlan:
+        """For full layers that these kernels do not cover."""
+        pool, slices, dtype, _ = self._step
+        return StepPlan(pool, slices, dtype)
+
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store K and V of the new tokens, then attend: shapes as StepPlan.attend."""
+        """Store K and V of the new tokens, then attend: all as StepPlan.attend."""
+        width = self._pool.shape[-1]
+        plain = softcap is None and s_aux is None and key.shape[2] == value.shape[2] == width
+        if sliding_window is not None or not plain:
+            plan = self._other if sliding_window is None else self._windowed
+            return plan.attend(
+                layer,
+                query,
+                key,
+                value,
+                scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                s_aux=s_aux,
+            )
         pool = self._pool
         sides = (pool[:, layer, 0], pool[:, layer, 1])
         self._append(

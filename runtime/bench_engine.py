@@ -44,11 +44,14 @@ def measure(
     budget = budget or max(2048, batch * prompt)
     # Who is prefilled first decodes beside the others' prefills, and must last until all decode together.
     length = tokens + 1 + -(-batch * prompt // budget)
-    pages = batch * (-(-(prompt + length) // _PAGE_TOKENS) + 1)
+    # One to spare for each: the engine admits nobody into pages that running ones may want.
+    pages = batch * (model.layout.pages_for(prompt + length) + 1)
+    slots = batch if model.layout.state_bytes else 0
     engine = EmbeddedEngine(
         model,
-        PagePool(pages),
-        _memory(model, pages),
+        PagePool(pages, slots),
+        _memory(model, pages * model.layout.page_bytes),
+        state_memory=_memory(model, slots * model.layout.state_bytes) if slots else None,
         max_num_seqs=batch,
         max_num_batched_tokens=budget,
         prefix_cache=False,
@@ -85,9 +88,8 @@ def measure(
     }
 
 
-def _memory(model: PagedModel, pages: int) -> Any:
-    """Plain memory for a pool, on the model's device."""
-    size = pages * model.layout.page_bytes
+def _memory(model: PagedModel, size: int) -> Any:
+    """`size` bytes for pages or state, on the model's device."""
     if model.device.type == "cpu":
         return bytearray(size)
     return torch.empty(size, dtype=torch.uint8, device=model.device)

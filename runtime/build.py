@@ -16,12 +16,11 @@ from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
 from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
-from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.pool_sizes import pool_sizes
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.process import RankSpec
-from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkEvent, LinkOptions, PeerAddress
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
@@ -30,14 +29,9 @@ from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.ucx import open_context, open_reactor
 
-__all__ = ["BuiltRank", "build_rank", "page_count"]
+__all__ = ["BuiltRank", "build_rank"]
 
 _log = logging.getLogger(__name__)
-_GIB = 1 << 30
-_DEFAULT_POOL_GIB = 1.0
-# Of the GPU memory that the model leaves free, the pool takes so much unless told otherwise: activations, kernels
-# that are compiled later and another rank on the same GPU need the rest.
-_DEFAULT_GPU_SHARE = 0.5
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
 
@@ -53,23 +47,6 @@ class BuiltRank:
     pages: int
     pool_memory: str
     queue_limit: int
-
-
-def page_count(config: LaunchConfig, layout: PageLayout, gpu_free_bytes: int | None = None) -> int:
-    """Pages of the pool: as asked for, or as many as the memory that was asked for holds. `gpu_free_bytes`: what the
-    GPU has free; None for a pool in host memory.
-    """
-    if config.kv_pages is not None:
-        return config.kv_pages
-    default = _DEFAULT_POOL_GIB if gpu_free_bytes is None else gpu_free_bytes * _DEFAULT_GPU_SHARE / _GIB
-    gib = config.kv_memory_gb or default
-    pages = int(gib * _GIB) // layout.page_bytes
-    if pages < 2:
-        raise ConfigError(
-            f"--kv-memory-gb {gib:g} holds {pages} pages of {layout.page_bytes / 1e6:.1f} MB: "
-            "give more memory, or fewer --page-tokens"
-        )
-    return pages
 
 
 @contextlib.contextmanager
@@ -92,7 +69,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         attention=config.attention,
     )
     layout = model.layout
-    pages = page_count(config, layout, free_bytes(device))
+    pages, state_slots = pool_sizes(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
@@ -109,19 +86,23 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         on_gpu = device != "cpu"
         pools = Pools.allocate(
             context,
-            pages=pages,
-            page_bytes=layout.page_bytes,
+            pages=max(1, pages),
+            page_bytes=layout.unit_bytes,
+            state_slots=state_slots,
+            state_bytes=layout.state_bytes,
             cuda=cuda if on_gpu else None,
             pin=None if on_gpu else cuda,
         )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
-        pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
+        pool = PagePool(pages, state_slots, growth_reserve=reserve)
         engine = EmbeddedEngine(
             model,
             pool,
             pools.pages.buffer,
+            state_memory=pools.state.buffer if pools.state is not None else None,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -214,7 +195,8 @@ def _role(
         receiver=receiver,
         send=send,
         verify_share=config.verify_kv,
-        seats=config.max_num_seqs,
+        # Who has a seat is sure of a state slot, however often it is preempted.
+        seats=min(config.max_num_seqs, pool.state_slots or config.max_num_seqs),
         largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),
     )
     # A few more than there are seats, so that a seat is taken again as soon as it is free.

@@ -327,7 +327,13 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(
+            request.link,
+            pages=len(landed.pages),
+            states=landed.state_slot >= 0,
+            bytes=landed.bell.pushed_bytes,
+            tickets=1,
+        )
         if request.link in self._written_by_card and self._pools.cuda is not None:
             # Before anything on the GPU reads them.
             self._pools.cuda.flush_remote_writes()

@@ -65,7 +65,12 @@ class LaunchConfig:
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
     kv_memory_gb: float | None = _setting(
-        None, "GiB for the page pool (default: 1 on a CPU, half of what the model leaves free on a GPU)"
+        None,
+        "GiB for pages and state slots (default: 1 on a CPU, half of what the model leaves free on a GPU)",
+    )
+    state_slots: int | None = _setting(
+        None,
+        "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
     )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting(
@@ -143,6 +148,10 @@ class LaunchConfig:
         )
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
+        )
+        _require(
+            self.state_slots is None or 1 <= self.state_slots < 2**31,
+            "--state-slots must be at least 1 and below 2^31",
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")

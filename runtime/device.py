@@ -49,9 +49,12 @@ class Compute:
     def settle(self, number: int | None = None) -> None:
         """Return when the work with this number (without one: all of it) is done."""
         if self._done < (self._issued if number is None else number):
-            assert self._stream is not None
-            self._stream.synchronize()
+            self._wait()
             self._done = self._issued
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def open_device(name: str) -> torch.device:

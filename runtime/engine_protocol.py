@@ -35,11 +35,16 @@ class StepOutput(NamedTuple):
 
 
 class SequenceState(NamedTuple):
-    """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed."""
+    """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed.
+
+    `state_slot`: where the state of its sliding-window layers lies, or -1. Unlike pages it changes with every token
+    that is computed, so it is final only when the whole prompt is.
+    """
 
     pages: list[int]
     computed: int
     cached_tokens: int
+    state_slot: int = -1
 
 
 class Engine(Protocol):

@@ -186,7 +186,7 @@ class Prefilling:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
-                self._sender.computed(now, ticket, output.computed, state.pages)
+                self._sender.computed(now, ticket, output.computed, state.pages, state_slot=state.state_slot)
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
@@ -264,8 +264,9 @@ class Prefilling:
         self._writers[writer].push(
             pool, memory.address, source, target, after=self._computed(), way=way or ""
         )
-        pages = len(target) if pool == PAGE_POOL else 0
-        self._board.count(key, pages=pages, bytes=nbytes, **{f"bytes_by_{way}": nbytes} if way else {})
+        units = {"pages" if pool == PAGE_POOL else "states": len(target)}
+        by_way = {f"bytes_by_{way}": nbytes} if way else {}
+        self._board.count(key, bytes=nbytes, **units, **by_way)
 
     def _computed(self) -> _ucx.CudaFence | None:
         """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""

@@ -6,17 +6,20 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from kit.tiny_families import WINDOW
 from kvrail.kernels.attention import StepPlan
 from kvrail.runtime import checkpoint
 from kvrail.runtime.checkpoint import cache_dir, load_tokenizer, open_checkpoint, resolve_model
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.gguf_files import convert_gguf
 from kvrail.runtime.model import PagedModel
+from kvrail.transfer.errors import LayoutMismatch
 
 
 def _write_gguf(path, model, *, quantize=None, extra=None):
@@ -161,11 +164,27 @@ def test_what_is_not_a_model(tmp_path, models, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
-        ("llama", {"model_type": "gemma2"}, "model type 'gemma2' is not supported"),
-        ("mistral", {"sliding_window": 64}, "sliding-window attention"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+        ("llama", {"model_type": "llama4_text"}, "model type 'llama4_text' is not supported"),
+        ("llama", {"model_type": "qwen3_next"}, "model type 'qwen3_next' is not supported"),
+        ("gemma3", {"model_type": "gemma3"}, "model type 'gemma3' is not supported"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layers of type chunked_attention",
+        ),
+        ("gemma3", {"use_bidirectional_attention": True}, "later tokens"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "dynamic",
+        ),
     ],
 )
 def test_refused_by_name(models, tmp_path, kind, change, match) -> None:
@@ -194,17 +213,44 @@ def test_layout(models) -> None:
     layout = models.checkpoint("qwen3").layout("bfloat16", 32)
     assert layout.shape == (2, 2, 32, 2, 16)
     assert layout.dtype == "bfloat16"
+    assert (layout.state_bytes, layout.window, layout.window_layers) == (0, 0, 0)
     assert models.checkpoint("llama").eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "full", "windowed", "kv_heads", "head_dim"),
+    [
+        ("mistral", 2, 0, 2, 16),
+        ("mistral-window", 0, 2, 2, 16),
+        ("qwen2-window", 1, 1, 2, 16),
+        ("gpt_oss", 1, 2, 2, 16),
+        # Latent attention expanded: as many KV heads as heads, as wide as the wider of K and V.
+        ("deepseek_v3", 2, 0, 4, 24),
+    ],
+)
+def test_full_layers_in_pages_windowed_ones_in_the_slot(
+    models, kind, full, windowed, kv_heads, head_dim
+) -> None:
+    layout = models.checkpoint(kind).layout("float32", 16)
+    assert layout.shape == (full, 2, 16, kv_heads, head_dim)
+    assert layout.page_bytes == full * 2 * 16 * kv_heads * head_dim * 4
+    assert layout.ring_shape == (windowed, 2, WINDOW if windowed else 0, kv_heads, head_dim)
+    assert layout.state_bytes == windowed * 2 * WINDOW * kv_heads * head_dim * 4
+    other = msgspec.structs.replace(layout, window=layout.window + 1, state_bytes=layout.state_bytes + 8)
+    assert other.fingerprint != layout.fingerprint
+    with pytest.raises(LayoutMismatch) as found:
+        layout.require_equal(other)
+    assert set(found.value.fields) == {"window", "state_bytes"}
 
 
 def test_self_check_refuses_wrong_attention(models, monkeypatch) -> None:
     right = StepPlan.attend
 
-    def wrong(self, layer, query, key, value, scaling):
-        return right(self, layer, query, key, value, scaling * 1.1)
+    def wrong(self, layer, query, key, value, scaling, **more):
+        return right(self, layer, query, key, value, scaling * 1.1, **more)
 
     monkeypatch.setattr(StepPlan, "attend", wrong)
-    with pytest.raises(ConfigError, match="self-check failed: the llama model"):
+    with pytest.raises(ConfigError, match="self-check failed: the llama model over pages differs"):
         PagedModel.load(models.checkpoint("llama"), "float32", 16)
 
 
