@@ -251,8 +251,9 @@ def test_imports_that_cannot_work_say_why(make_gpu_pair: Make) -> None:
         here.pool.close()
 
 
-def test_a_page_is_rung_within_microseconds(make_gpu_pair: Make) -> None:
-    here, remote = make_gpu_pair(spin_us=100_000, page_bytes=65536)
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_page_is_rung_within_microseconds(make_gpu_pair: Make, device: int) -> None:
+    here, remote = make_gpu_pair(device, spin_us=100_000, page_bytes=65536)
     rounds, one = 300, indices([1])
     remote.begin("bells", count=rounds)
     sent = []
