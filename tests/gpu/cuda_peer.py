@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,29 @@ class Server:
         units = np.arange(self.peer.pool.units, dtype=np.uint32)
         for _ in range(times):
             self.writer.push(POOL, self.peer.pool.address, units, units[::-1].copy(), way=way)  # type: ignore[arg-type]
+
+    def break_gpu(self) -> None:
+        """An error that no later call of this process recovers from."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            numbers = torch.zeros(1, device="cuda:0")
+            print(numbers[torch.tensor([1 << 20], device="cuda:0")], file=sys.stderr)
+
+    def failures(self, keys: list[int]) -> list[str]:
+        """Push with a broken GPU, stop, fence: what the writers' and the link's events say."""
+        told = []
+        for key in keys:
+            writer = self.peer.link.writer(key, ttl_s=30.0)
+            one = np.zeros(1, np.uint32)
+            writer.push(POOL, self.peer.pool.address, one, one)
+            writer.ring(b"never")
+            event = self.peer.take(EventKind.FAILED)[0]
+            told.append(f"{event[2]} {event[3]} {event[4].decode()}")
+            writer.stop()
+            told.append(f"quiet {self.peer.take(EventKind.QUIET)[0][3]}")
+        self.peer.fence()
+        return told
 
     def close(self) -> None:
         self.peer.close()

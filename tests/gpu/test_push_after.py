@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,14 @@ Make = Callable[..., tuple[Any, Remote]]
 ALL = np.arange(PAGES, dtype=np.uint32)
 
 
-@pytest.fixture
-def pair(make_gpu_pair: Make) -> Iterator[tuple[Any, Remote, torch.Tensor]]:
-    """(end here, end there, our pool as torch sees it)."""
+def as_torch(end: Any) -> torch.Tensor:
+    """Our pool as torch sees it, int64 [pages, words]. No test keeps it: a pool that is viewed cannot be closed."""
     if not torch.cuda.is_available():
         pytest.skip(f"no CUDA device (torch {torch.__version__})")
-    here, remote = make_gpu_pair(pages=PAGES, page_bytes=PAGE_BYTES)
-    tensor = torch.as_tensor(here.pool.buffer, device="cuda:0")
-    assert tensor.data_ptr() == here.pool.address
+    tensor = torch.as_tensor(end.pool.buffer, device="cuda:0")
+    assert tensor.data_ptr() == end.pool.address
     assert not tensor.any()
-    yield here, remote, tensor.view(torch.int64).view(PAGES, -1)
-    torch.cuda.synchronize()
-    del tensor
+    return tensor.view(torch.int64).view(PAGES, -1)
 
 
 def compute(tensor: torch.Tensor, seconds: float, stream: torch.cuda.Stream) -> None:
@@ -50,10 +46,9 @@ def compute(tensor: torch.Tensor, seconds: float, stream: torch.cuda.Stream) -> 
 
 @pytest.mark.parametrize("default_stream", [False, True])
 @pytest.mark.parametrize("way", ["kernel", "engine", "put"])
-def test_pages_leave_when_they_are_written(
-    pair: tuple[Any, Remote, torch.Tensor], way: str, default_stream: bool
-) -> None:
-    here, remote, tensor = pair
+def test_pages_leave_when_they_are_written(make_gpu_pair: Make, way: str, default_stream: bool) -> None:
+    here, remote = make_gpu_pair(pages=PAGES, page_bytes=PAGE_BYTES)
+    tensor = as_torch(here)
     stream = torch.cuda.default_stream() if default_stream else torch.cuda.Stream()
     compute(tensor, 0.1, stream)
     fence = here.cuda.record(stream.cuda_stream)
@@ -69,10 +64,9 @@ def test_pages_leave_when_they_are_written(
     assert remote.do("wrong_words", seed=9, source=pages, target=pages, pages=PAGES) == 0
 
 
-def test_a_push_that_waits_can_be_stopped_and_ends_with_its_time(
-    pair: tuple[Any, Remote, torch.Tensor],
-) -> None:
-    here, remote, tensor = pair
+def test_a_push_that_waits_can_be_stopped_and_ends_with_its_time(make_gpu_pair: Make) -> None:
+    here, remote = make_gpu_pair(pages=PAGES, page_bytes=PAGE_BYTES)
+    tensor = as_torch(here)
     stream = torch.cuda.Stream()
     compute(tensor, 0.5, stream)
     fence = here.cuda.record(stream.cuda_stream)
@@ -94,8 +88,9 @@ def test_a_push_that_waits_can_be_stopped_and_ends_with_its_time(
     assert remote.do("wrong_words", seed=9, source=[], target=[], pages=0) > 0  # the free one's page of zeros
 
 
-def test_checksums_equal_those_of_the_cpu_and_wait(pair: tuple[Any, Remote, torch.Tensor]) -> None:
-    here, _, tensor = pair
+def test_checksums_equal_those_of_the_cpu_and_wait(make_gpu_pair: Make) -> None:
+    here, _ = make_gpu_pair(pages=PAGES, page_bytes=PAGE_BYTES)
+    tensor = as_torch(here)
     stream = torch.cuda.Stream()
     compute(tensor, 0.1, stream)
     fence = here.cuda.record(stream.cuda_stream)

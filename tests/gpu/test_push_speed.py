@@ -27,6 +27,9 @@ def push_all(end: Any, key: int, order: list[np.ndarray[Any, Any]], way: str) ->
     began = time.monotonic_ns()
     writer.push(POOL, end.pool.address, order[0], order[1], way=way)
     writer.ring(b"bell")
+    call_us = (time.monotonic_ns() - began) / 1e3
+    if key == 0:
+        print(f"{way}: the calls took {call_us:.0f} us for {len(order[0])} pages")
     return (int(end.take(EventKind.RUNG)[0][4]) - began) / 1e9
 
 
@@ -48,12 +51,13 @@ def test_pages_reach_the_peer_near_the_speed_of_the_link(make_gpu_pair: Make, pa
     random = np.random.default_rng(0)
     order = [random.permutation(pages).astype(np.uint32) for _ in range(2)]
     blocks = [torch.empty(TOTAL, dtype=torch.uint8, device=f"cuda:{device}") for device in (0, 1)]
-    took: dict[str, list[float]] = {"driver": [], "kernel": [], "engine": []}
+    took: dict[str, list[float]] = {"driver": [], "kernel": [], "engine": [], "put": []}
     for key in range(ROUNDS):
         took["driver"].append(driver_copy(*blocks))
-        took["kernel"].append(push_all(here, 2 * key, order, "kernel"))
+        took["kernel"].append(push_all(here, 3 * key, order, "kernel"))
         if page_bytes >= 512 << 10:
-            took["engine"].append(push_all(here, 2 * key + 1, order, "engine"))
+            took["engine"].append(push_all(here, 3 * key + 1, order, "engine"))
+            took["put"].append(push_all(here, 3 * key + 2, order, "put"))
     rates = {name: TOTAL / median(values[1:]) / 1e9 for name, values in took.items() if values}
     told = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
     print(f"1 GiB in pages of {page_bytes >> 10} KiB, GB/s: {told}")

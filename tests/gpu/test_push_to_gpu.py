@@ -20,7 +20,7 @@ from kvrail.transfer.ucx import EventKind, checksum_pages
 pytestmark = pytest.mark.gpu
 
 POOL = 0
-INVALID_ADDRESS, NO_ELEMENT, TIMED_OUT = -7, -12, -20
+IO_ERROR, INVALID_ADDRESS, NO_ELEMENT, TIMED_OUT = -3, -7, -12, -20
 GPU_WAYS = ["kernel", "engine"]
 Make = Callable[..., tuple[Any, Remote]]
 
@@ -174,6 +174,35 @@ def test_the_writer_dies_under_its_copy_and_the_receiver_lives(make_gpu_pair: Ma
     works(here, make_gpu_pair)
 
 
+def test_a_broken_gpu_fails_the_writers_and_not_the_process(make_gpu_pair: Make) -> None:
+    here, remote = make_gpu_pair(mortal=True, pages=8)
+    remote.do("break_gpu")
+    told = remote.do("failures", keys=[1, 2])
+    for key in (1, 2):
+        failed, quiet = told[2 * key - 2 : 2 * key]
+        assert failed.startswith(f"{key} {IO_ERROR} a copy on the GPU could not be started: ")
+        assert "CUDA_ERROR" in failed
+        # Unproven: the other side must not free before this process is gone.
+        assert quiet == f"quiet {IO_ERROR}"
+    print(told)
+    remote.signal(signal.SIGKILL)
+    works(here, make_gpu_pair)
+
+
+@pytest.mark.parametrize("way", GPU_WAYS)
+def test_a_page_across_two_pinned_chunks_is_whole(make_gpu_pair: Make, way: str) -> None:
+    page_bytes = 11 << 18
+    here, remote = make_gpu_pair(pages=8, page_bytes=page_bytes, host_pages=380)
+    first = (1 << 30) // page_bytes - 3  # pinned a GiB at a time
+    here.host.write(first * page_bytes, content(6, 8, page_bytes).tobytes())
+    writer = here.link.writer(1, ttl_s=30.0)
+    order = [3, 7, 0, 4]
+    writer.push(POOL, here.host.address, indices([first + i for i in order]), indices(order), way=way)
+    writer.ring(b"bell")
+    remote.do("messages", count=1)
+    assert remote.do("wrong_words", seed=6, source=order, target=order, pages=8) == 0
+
+
 def works(end: Any, make: Make) -> None:
     """The GPU memory, the kernels and the reactor of that end still do their work."""
     words = end.fill(3)
@@ -222,8 +251,9 @@ def test_imports_that_cannot_work_say_why(make_gpu_pair: Make) -> None:
         here.pool.close()
 
 
-def test_a_page_is_rung_within_microseconds(make_gpu_pair: Make) -> None:
-    here, remote = make_gpu_pair(spin_us=100_000, page_bytes=65536)
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_page_is_rung_within_microseconds(make_gpu_pair: Make, device: int) -> None:
+    here, remote = make_gpu_pair(device, spin_us=100_000, page_bytes=65536)
     rounds, one = 300, indices([1])
     remote.begin("bells", count=rounds)
     sent = []
