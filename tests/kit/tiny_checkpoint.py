@@ -22,7 +22,7 @@ MAX_LENGTH = 640
 
 
 def tiny_checkpoint(folder: Path, family: str, *, seed: int = 1, eos: Sequence[int] = (2,)) -> Path:
-    """A tiny model of a family (a name in tiny_families), fp32. The same arguments give the same weights, in `folder`."""
+    """A tiny model of a family (a name in tiny_families), fp32, in `folder`. Equal arguments give equal weights."""
     torch.manual_seed(seed)
     model = tiny_random_model(
         family,
