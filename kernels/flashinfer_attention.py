@@ -6,9 +6,8 @@ host; a layer then costs one launch that stores its K and V and one or two that 
 decode batch, all other slices as a ragged prefill batch. Layers of another kind (a window, capped scores, sinks)
 are torch's, see attention.py.
 
-FlashInfer compiles its kernels with nvcc when they are first wanted and keeps them. FA2 kernels serve both batches.
-FA3's are quicker for long prompts on Hopper and take minutes to compile: they are used where they are there already, as
-with the package flashinfer-jit-cache.
+FlashInfer compiles its kernels with nvcc when they are first wanted and keeps them. FA2 kernels serve both batches;
+FA3's would be quicker for long prompts on Hopper, but take minutes to compile.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # FlashInfer's own advice is 128 MiB; batches of hundreds of long sequences want more for their partial results.
 _WORKSPACE = 256 << 20
 _AMPERE = (8, 0)
-# FA3's instructions are in this generation only.
-_HOPPER = 9
 
 
 class AttentionUnavailable(RuntimeError):
@@ -63,12 +60,6 @@ class FlashInferAttention:
         # No position encoding, no window, no cap on logits, sums in float32: as the wrappers below ask for.
         kinds = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
         self._modules = [gen_page_module(), gen_batch_prefill_module("fa2", *kinds)]
-        self.prefill_kernels = "fa2"
-        if torch.cuda.get_device_capability(device)[0] == _HOPPER:
-            quicker = gen_batch_prefill_module("fa3", *kinds)
-            if quicker.is_compiled:
-                self.prefill_kernels = "fa3"
-                self._modules.append(quicker)
         if not self.compiled and not _has_compiler():
             raise AttentionUnavailable(
                 "FlashInfer has to compile its kernels once and finds no nvcc: install the CUDA toolkit, or set "
@@ -79,9 +70,7 @@ class FlashInferAttention:
         self._decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True
         )
-        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=self.prefill_kernels
-        )
+        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property

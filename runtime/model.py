@@ -286,4 +286,4 @@ def _attention(
             raise ConfigError(f"--attention flashinfer: {error}") from error
         _log.warning("attention is torch's own, which is much slower in 16 bits: %s", error)
         return StepPlan, "torch attention"
-    return found.plan, f"FlashInfer attention ({found.prefill_kernels})"
+    return found.plan, "FlashInfer attention"
