@@ -7,7 +7,7 @@ decode batch, all other slices as a ragged prefill batch. Layers of another kind
 are torch's, see attention.py.
 
 FlashInfer compiles its kernels with nvcc when they are first wanted and keeps them. FA2 kernels serve both batches;
-FA3's would be quicker for long prompts on Hopper, but take two minutes to compile.
+FA3's would be quicker for long prompts on Hopper, but take minutes to compile.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class FlashInferAttention:
         from flashinfer.jit import gen_batch_prefill_module
         from flashinfer.jit.page import gen_page_module
 
-        kinds = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
         # No position encoding, no window, no cap on logits, sums in float32: as the wrappers below ask for.
-        self._modules = (gen_page_module(), gen_batch_prefill_module("fa2", *kinds, 0, False, False, False))
+        kinds = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+        self._modules = [gen_page_module(), gen_batch_prefill_module("fa2", *kinds)]
         if not self.compiled and not _has_compiler():
             raise AttentionUnavailable(
                 "FlashInfer has to compile its kernels once and finds no nvcc: install the CUDA toolkit, or set "

@@ -25,6 +25,7 @@ class Compute:
         # A stream of its own: the default one waits for streams of other libraries, and makes them wait.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._issued = self._done = 0
+        self._paced: torch.cuda.Event | None = None
 
     @property
     def stream(self) -> int | None:
@@ -41,6 +42,16 @@ class Compute:
             return
         with torch.cuda.stream(self._stream):
             yield self._issued
+
+    def pace(self) -> None:
+        """To be called behind each step's work: the host may be one step ahead, and waits here to be no more.
+
+        What it decides far ahead it would decide without knowing who comes or leaves meanwhile.
+        """
+        if self._stream is not None:
+            before, self._paced = self._paced, self._stream.record_event()
+            if before is not None:
+                before.synchronize()
 
     def waited(self) -> None:
         """A result of the last thing queued has arrived: everything before it is done, too."""

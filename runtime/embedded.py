@@ -357,6 +357,8 @@ class EmbeddedEngine:
             return
         if sampled:
             self._compute.waited()
+        else:
+            self._compute.pace()
         for sequence, count in zip(batch, counts, strict=True):
             sequence.computed += count
             self._index(sequence)

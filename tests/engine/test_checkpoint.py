@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kit.tiny_families import WINDOW
+from kit.tiny_families import WINDOW, tiny_random_model
 from kvrail.kernels.attention import StepPlan
 from kvrail.runtime import checkpoint
 from kvrail.runtime.checkpoint import cache_dir, load_tokenizer, open_checkpoint, resolve_model
@@ -260,3 +260,64 @@ def test_weights_that_do_not_load(models, tmp_path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(100))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         PagedModel.load(checkpoint.open_checkpoint(str(folder)), "float32", 16)
+
+
+def _write_gemma_gguf(path, model, architecture: str = "gemma3"):
+    """A tiny gemma3 as GGUF: one added to the weights of norms, a SentencePiece vocabulary."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    words = ["<pad>", "<eos>", "<bos>", "<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    words += [f"▁w{n}" for n in range(config.vocab_size - len(words))]
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(n) for n in range(len(words))])
+    writer.add_token_types([3] * 3 + [2] + [6] * 256 + [1] * (len(words) - 260))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            values = tensor.numpy() + float(name.endswith("norm.weight"))
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_of_a_family_with_windows(tmp_path) -> None:
+    torch.manual_seed(4)
+    settings = {"vocab_size": 400, "eos_token_id": 1, "tie_word_embeddings": True, "hidden_size": 64}
+    model = tiny_random_model("gemma3", **settings)
+    _write_gemma_gguf(tmp_path / "tiny.gguf", model)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(
+        torch.allclose(tensor, found[name], atol=1e-6)
+        for name, tensor in model.state_dict().items()
+        if name in found
+    )
+    opened = open_checkpoint(str(tmp_path / "out"))
+    assert (opened.config.model_type, opened.config.sliding_window) == ("gemma3_text", WINDOW)
+    assert opened.layout("float32", 16).window == WINDOW
+    PagedModel.load(opened, "auto", 16)
+
+
+def test_gguf_of_a_family_whose_tensors_are_stored_in_another_way(tmp_path) -> None:
+    model = tiny_random_model("gemma3", vocab_size=400, eos_token_id=1, hidden_size=64)
+    _write_gemma_gguf(tmp_path / "tiny.gguf", model, "gpt-oss")
+    with pytest.raises(ConfigError, match="gpt-oss"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")

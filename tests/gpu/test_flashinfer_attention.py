@@ -232,3 +232,27 @@ def test_engine_decodes_the_likeliest_tokens(loaded, dtype, page_tokens, pages, 
                 logits = reference(text).logits[0, len(one) - 1 : -1]
             gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert float(gaps.max()) <= (0.3 if dtype == "bfloat16" else 0.1) * float(logits.std())
+
+
+def test_steps_are_queued_one_ahead(loaded) -> None:
+    """A step that samples nothing returns at once; the one behind it waits for it and no longer."""
+    model, _ = loaded("bfloat16", 16)
+    pages = 100
+    memory = torch.zeros(pages * model.layout.page_bytes, dtype=torch.uint8, device="cuda")
+    pool = PagePool(pages)
+    engine = EmbeddedEngine(model, pool, memory, max_num_batched_tokens=64, prefix_cache=False)
+    stream = torch.cuda.ExternalStream(engine.stream)
+    engine.add("p", np.arange(500, dtype=np.uint32), greedy(2), prefill_only=True)
+    # What the first step has to load is loaded before anything is measured.
+    engine.step()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_500_000_000)
+    engine.step()
+    assert not stream.query(), "a step that samples nothing waited"
+    slept = stream.record_event()
+    engine.step()
+    assert slept.query(), "the host is more than one step ahead"
+    engine.abort("p")
+    assert stream.query()
+    assert (pool.owned, pool.quarantined) == (0, 0)
