@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 # GB/s of one PCIe lane and direction, by generation, without protocol overhead.
 _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-
-
 # A good lane reaches nine tenths of what its link carries in theory, and 75 % over NVLink.
 _ENOUGH = 0.5
 
@@ -82,7 +80,8 @@ def _handle(nvml: Any, gpu: Gpu) -> Any:
 
 def _ask(nvml: Any, handles: list[Any]) -> Offered | None:
     if len(handles) == 2 and _by_nvlink(nvml, *handles):
-        return min((_nvlinks(nvml, handle) for handle in handles), key=lambda found: found.gb_per_s)
+        slowest = min((_nvlinks(nvml, handle) for handle in handles), key=lambda found: found.gb_per_s)
+        return slowest if slowest.gb_per_s else None
     return min((_pcie(nvml, handle) for handle in handles), key=lambda found: found.gb_per_s)
 
 
@@ -92,16 +91,28 @@ def _by_nvlink(nvml: Any, one: Any, other: Any) -> bool:
 
 
 def _nvlinks(nvml: Any, handle: Any) -> Offered:
-    up = down = 0
+    up, down, speed = 0, 0, 0.0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             state = nvml.nvmlDeviceGetNvLinkState(handle, link)
         except nvml.NVMLError:
-            break
-        up, down = (up + 1, down) if state else (up, down + 1)
-    (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+            break  # It has no more.
+        if state:
+            up += 1
+            speed += _nvlink_gb_per_s(nvml, handle, link)
+        else:
+            down += 1
     trouble = f"{down} of its {up + down} links are down" if down else ""
-    return Offered(up * field.value.uiVal / 1000, f"NVLink ({up} links)", trouble)
+    return Offered(speed, f"NVLink ({up} links)", trouble)
+
+
+def _nvlink_gb_per_s(nvml: Any, handle: Any, link: int) -> float:
+    """One link and direction. A driver answers one of these two questions, older ones the second."""
+    for question in ((nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link), nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON):
+        (answer,) = nvml.nvmlDeviceGetFieldValues(handle, [question])
+        if answer.nvmlReturn == nvml.NVML_SUCCESS:
+            return float(answer.value.uiVal) / 1000
+    return 0.0
 
 
 def _pcie(nvml: Any, handle: Any) -> Offered:

@@ -57,8 +57,9 @@ class _Size(NamedTuple):
 
 # 4 KiB, 256 KiB, 4 MiB: about 13 MiB in all.
 _SIZES = (_Size(1, 9), _Size(64, 5), _Size(1024, 3))
-# A GPU's link carries 4 MiB before the doorbell is out: only 64 MiB say how fast it is.
-_GPU_SIZES = (_Size(1, 9), _Size(64, 5), _Size(1024, 3, over=16))
+# A GPU's link carries 4 MiB before the doorbell is out: only 256 MiB, less than a millisecond of NVLink, say how fast
+# it is.
+_GPU_SIZES = (_Size(1, 9), _Size(64, 5), _Size(1024, 3, over=64))
 # What tells the cost of a run from that of a batch and of its bytes.
 _SCATTERED = _Size(64, 5, scattered=True)
 _TTL_S = 10.0

@@ -68,7 +68,7 @@ def test_pages_cross(start: Start, lane: str, pair: tuple[int, int]) -> None:
         ways = ["kernel", "engine"] if lane == "peer" else ["put"]
         assert sorted({way for *_, way in up["probes"]}) == sorted(ways)
         sizes = [nbytes for nbytes, *_, way in up["probes"] if way == ways[0]]
-        assert sizes[:3] == [4096, 256 << 10, 64 << 20]
+        assert sizes[:3] == [4096, 256 << 10, 256 << 20]
         assert all(rate > 0 and us > 0 for _, rate, us, *_ in up["probes"])
         print(pair, lane, *(probe for probe in up["probes"]), sep="\n  ")
     for number, way in enumerate(ways):

@@ -23,11 +23,18 @@ class Nvml:
     """Two GPUs: joined by `links` NVLinks of which `down` are down, or by PCIe as it runs now (generation, width)."""
 
     NVMLError = NVMLError
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 2, 0, 90
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_SUCCESS = 2, 0, 0
+    NVML_FI_DEV_NVLINK_GET_SPEED, NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 164, 90
     NVML_NVLINK_MAX_LINKS = 36
 
-    def __init__(self, links: int = 0, down: int = 0, pcie: tuple[int, int] = (5, 16)) -> None:
-        self.links, self.down, self.pcie = links, down, pcie
+    def __init__(
+        self,
+        links: int = 0,
+        down: int = 0,
+        pcie: tuple[int, int] = (5, 16),
+        speed_fields: tuple[int, ...] = (164,),
+    ) -> None:
+        self.links, self.down, self.pcie, self.speed_fields = links, down, pcie, speed_fields
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -50,8 +57,12 @@ class Nvml:
             raise NVMLError("no such link")
         return int(link >= self.down)
 
-    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[Any]:
-        return [SimpleNamespace(value=SimpleNamespace(uiVal=26562))]
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int | tuple[int, int]]) -> list[Any]:
+        (field,) = (asked if isinstance(asked, int) else asked[0] for asked in fields)
+        known = field in self.speed_fields
+        return [
+            SimpleNamespace(nvmlReturn=0 if known else 3, value=SimpleNamespace(uiVal=26562 if known else 0))
+        ]
 
     def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: str) -> int:
         return self.pcie[0]
@@ -70,8 +81,9 @@ def with_nvml(monkeypatch: pytest.MonkeyPatch, nvml: object) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
 
 
-def test_nvlink_is_what_its_links_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = Nvml(links=18)
+@pytest.mark.parametrize("field", [164, 90])
+def test_nvlink_is_what_its_links_carry(monkeypatch: pytest.MonkeyPatch, field: int) -> None:
+    nvml = Nvml(links=18, speed_fields=(field,))
     with_nvml(monkeypatch, nvml)
     assert offered(ONE, OTHER) == Offered(pytest.approx(478.1, abs=0.1), "NVLink (18 links)", "")
     assert nvml.open == 0
@@ -96,6 +108,8 @@ def test_what_cannot_be_known_is_not_guessed(monkeypatch: pytest.MonkeyPatch) ->
     assert offered(ONE, ONE) is None
     assert offered(None, None) is None
     assert offered(ONE, Gpu(uuid=b"9" * 16, name="elsewhere")) is None
+    with_nvml(monkeypatch, Nvml(links=18, speed_fields=()))
+    assert offered(ONE, OTHER) is None
     with_nvml(monkeypatch, None)
     assert offered(ONE, OTHER) is None
 

@@ -15,7 +15,7 @@ from kvrail.transfer.planner import Cost, Planner, count_runs
 
 MIB = 1 << 20
 # (bytes, runs) of the probes of a lane with several ways: see lane_test.
-GPU_SIZES = ((4096, 1), (256 << 10, 1), (64 * MIB, 16), (256 << 10, 64))
+GPU_SIZES = ((4096, 1), (256 << 10, 1), (256 * MIB, 64), (256 << 10, 64))
 WAYS: tuple[Way, ...] = ("kernel", "engine", "put", "shm")
 
 costs = st.builds(
