@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
+import httpx
 import pytest
 import torch
 
@@ -70,6 +74,36 @@ def test_the_split_answers_as_one_engine_does(servers: tuple[Server, dict[str, S
     assert split.ce.metric("kvrail_pages_verified_total") >= 12
     for server in (split.pe, split.ce):
         wait_until(lambda s=server: s.metric("kvrail_pages_held") == 0, 10, "nothing is held", server)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_clients_that_leave_while_pages_fly_disturb_nobody(
+    servers: tuple[Server, dict[str, Split]], lane: str
+) -> None:
+    """Two hundred hang up at random moments; then those that stay get the single engine's answers."""
+    single, splits = servers
+    split = splits[lane]
+
+    def come_and_go(number: int) -> None:
+        random = Random(number)
+        prompt = [random.randrange(300, 2000) for _ in range(random.randrange(1, 500))]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": random.randrange(1, 12), "stream": True}
+        with contextlib.suppress(httpx.TimeoutException, httpx.RemoteProtocolError):
+            limit = random.uniform(0.01, 0.5)
+            httpx.post(f"{split.ce.url}/v1/completions", json=body, timeout=httpx.Timeout(5, read=limit))
+
+    with ThreadPoolExecutor(16) as visitors:
+        list(visitors.map(come_and_go, range(200)))
+    for server in (split.pe, split.ce):
+        wait_until(lambda s=server: s.metric("kvrail_pages_held") == 0, 20, "nothing is held", server)  # type: ignore[misc]
+        assert server.metric("kvrail_quarantined_pages") == 0
+    for number in range(20):
+        prompt = [400 + (37 * number + 11 * i) % 1500 for i in range(10 + 20 * number)]
+        answers = [ask(server.url, prompt=prompt, max_tokens=8) for server in (single, split.ce)]
+        assert answers[1].headers["x-kvrail-prefill"] == "remote"
+        one, two = (answer.json()["choices"][0]["text"] for answer in answers)
+        assert one == two
+    assert split.ce.metric("kvrail_checksum_mismatches_total") == 0
 
 
 @pytest.mark.parametrize("lane", LANES)
