@@ -120,7 +120,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 accept=config.role == "pe",
                 gpu=gpu_facts(cuda, mps_sign()),
             )
-            stack.callback(_close_links, links, memory)
+            stack.callback(_close_links, links, memory, pools)
         role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
@@ -136,10 +136,11 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         )
 
 
-def _close_links(links: Links, memory: contextlib.ExitStack) -> None:
+def _close_links(links: Links, memory: contextlib.ExitStack, pools: Pools) -> None:
     """End the links; what a peer may still write into is left mapped, and goes with this process."""
     if not links.close():
         memory.pop_all()
+        pools.leave_open()
 
 
 def _log_progress(what: str, share: float) -> None:

@@ -109,7 +109,10 @@ class DeviceMemory:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Waits for the copy alone: what other streams write meanwhile is there or not."""
     def write(self, offset: int, content: bytes) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free it; so does dropping the last reference."""
+    def leave_open(self) -> None:
+        """Never free it: a living peer may have it mapped. The end of the process does."""
 
 @final
 class PinnedMemory:

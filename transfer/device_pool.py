@@ -137,6 +137,12 @@ class DevicePool:
             self._memory.close()
             self._memory = None
 
+    def leave_open(self) -> None:
+        """Give the pool up without freeing it: the peer that has it mapped lives, and only our own end is safe."""
+        if self._memory is not None:
+            self._memory.leave_open()
+            self._memory = None
+
     def _open(self) -> _ucx.DeviceMemory:
         if self._memory is None:
             raise TransferError(f"pool {self.name} is closed")

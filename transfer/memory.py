@@ -216,6 +216,12 @@ class Pools:
             yield STATE_POOL, self.state
         yield PROBE_POOL, self.probe
 
+    def leave_open(self) -> None:
+        """Close none of them, ever: peers may still write into them. They go with this process."""
+        for _, pool in self.by_id():
+            if isinstance(pool, DevicePool):
+                pool.leave_open()
+
     def close(self) -> None:
         """Close all of them (see HostPool.close, DevicePool.close)."""
         for _, pool in self.by_id():

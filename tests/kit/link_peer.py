@@ -146,6 +146,8 @@ class Peer:
             self.pools.close()
             self.reactor.close()
             self.context.close()
+        else:
+            self.pools.leave_open()
         return unmappable
 
 

@@ -71,7 +71,8 @@ void bind_cuda(nb::module_& m) {
       .def("ipc_handle", [](const DeviceMemory& self) { return to_bytes(self.ipc_handle()); })
       .def("read", &read, "offset"_a, "nbytes"_a)
       .def("write", &write, "offset"_a, "content"_a)
-      .def("close", &DeviceMemory::close, ReleaseGil());
+      .def("close", &DeviceMemory::close, ReleaseGil())
+      .def("leave_open", &DeviceMemory::leave_open);
 
   nb::class_<PinnedMemory>(m, "PinnedMemory")
       .def_prop_ro("address", &PinnedMemory::address)
