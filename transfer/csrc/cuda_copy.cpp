@@ -14,8 +14,8 @@ constexpr int kBlocksFromGpu = 10, kBlocksFromHost = 4;
 // For so few bytes the indices are read faster where they are than copied to the GPU first.
 constexpr std::uint64_t kFewBytes = 256 << 10;
 constexpr std::uint64_t kPlaceBytes = 2 * 32768 * sizeof(std::uint32_t);
-// Most slices are over within this; what takes longer waits for a busy GPU.
-constexpr Nanos kSpin = 500 * kMicro;
+// Two slices are over within this; what takes longer waits for a busy GPU.
+constexpr Nanos kSpin = 2 * kMilli;
 constexpr Nanos kNap = 20 * kMicro;
 
 }  // namespace
