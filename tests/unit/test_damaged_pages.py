@@ -40,7 +40,7 @@ class FakeEngine:
 @pytest.mark.parametrize("first_token_ahead", [False, True])
 def test_damaged_pages_are_never_decoded(damaged: bool, first_token_ahead: bool) -> None:
     memory = np.arange(8 * LAYOUT.page_bytes // 4, dtype=np.uint32)
-    pages = SimpleNamespace(address=memory.ctypes.data, unit_bytes=LAYOUT.page_bytes)
+    pages = SimpleNamespace(address=memory.ctypes.data, units=8, unit_bytes=LAYOUT.page_bytes)
     told: list[Any] = []
     on_link: list[Any] = []
     pool, engine = PagePool(8), FakeEngine()
