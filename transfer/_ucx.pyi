@@ -257,6 +257,8 @@ class Writer:
     ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
 
+        Bounds are checked before anything is written, in a list of more than 32768 units for each so many.
+
         The indices are copied before it returns. Source units must lie in one registered region, whatever the way; for
         kernel and engine in GPU memory or in pinned host memory. Nothing is copied before `after` is done; until then
         the batch, and those pushed after it, can still be stopped. `way`: "" takes the best that was imported (kernel,
