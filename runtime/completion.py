@@ -322,13 +322,8 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(
-            request.link,
-            pages=len(landed.pages),
-            states=landed.state_slot >= 0,
-            bytes=landed.bell.pushed_bytes,
-            tickets=1,
-        )
+        units = {"pages": len(landed.pages), "states": int(landed.state_slot >= 0)}
+        self._board.count(request.link, bytes=landed.bell.pushed_bytes, tickets=1, **units)
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
