@@ -30,6 +30,8 @@ class Reading:
     thinking: bool = False
     tools: ToolFormat | None = None
     schemas: Schemas = field(default_factory=dict)
+    # Calls beyond these are left out (parallel_tool_calls: false); None: any number.
+    most_calls: int | None = None
 
     def reader(self) -> ChatReader:
         """A reader for one answer."""
@@ -46,6 +48,7 @@ class ChatReader:
 
     def __init__(self, reading: Reading) -> None:
         self._thoughts = ReasoningReader(reading.marks, inside=reading.thinking) if reading.marks else None
+        self._calls_left = reading.most_calls
         self._tools: ToolReader | None = reading.tools.reader(reading.schemas) if reading.tools else None
 
     def feed(self, text: str) -> Delta:
@@ -65,4 +68,8 @@ class ChatReader:
         if ended:
             parts += self._tools.flush()
         text = "".join(part for part in parts if isinstance(part, str))
-        return Delta(reasoning, text, [part for part in parts if isinstance(part, ToolCall)])
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        if self._calls_left is not None:
+            calls = calls[: self._calls_left]
+            self._calls_left -= len(calls)
+        return Delta(reasoning, text, calls)
