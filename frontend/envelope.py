@@ -111,7 +111,10 @@ def install_error_bodies(app: FastAPI) -> None:
         first = error.errors()[0]
         param = _field(first["loc"]) if first["type"] != "json_invalid" else ""
         reason = _REASONS.get(first["type"], first["msg"].removeprefix("Value error, "))
-        if param:
+        if first["type"] == "value_error" and len(first["loc"]) == 1:
+            # Of fields that contradict each other; the text names the field that is to change.
+            message, param = reason, reason.partition(":")[0]
+        elif param:
             message = f"{param}: {reason}"
         elif len(first["loc"]) == 1 and first["type"] != "json_invalid":
             message = "the body must be a JSON object"

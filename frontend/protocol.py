@@ -7,17 +7,20 @@ Nothing here can steer a transfer: ranks, peers and tickets are chosen by the se
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
+from kvrail.frontend.template import Conversation
 from kvrail.runtime.errors import TooLong
 from kvrail.runtime.messages import Sampling
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message"]
+__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest"]
 
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
+_MOST_TOOLS = 128
 
 
 def _neutral(*allowed: Any) -> AfterValidator:
@@ -29,16 +32,6 @@ def _neutral(*allowed: Any) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-def _text(content: Any) -> Any:
-    """A message's content as one string: a string already, or text parts, joined by line breaks."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a string, or a list of parts {"type": "text", "text": "…"}')
-    return "\n".join(part["text"] for part in content)
 
 
 def _stops(stop: Any) -> Any:
@@ -67,35 +60,11 @@ def _prompt(prompt: Any) -> Any:
     return prompt
 
 
-def _without_nulls(message: Any) -> Any:
-    """Clients send an assistant's message back as they got it, with null for all that it did not have."""
-    if isinstance(message, dict):
-        return {key: value for key, value in message.items() if value is not None}
-    return message
-
-
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _MessageShape(_Shape):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)]
-    name: str | None = None
-
-
-Message = Annotated[_MessageShape, BeforeValidator(_without_nulls)]
-
-
-class _StreamOptions(_Shape):
+class _StreamOptions(Shape):
     include_usage: bool = False
 
 
-class _TemplateOptions(_Shape):
-    enable_thinking: bool | None = None
-
-
-class GenerationRequest(_Shape):
+class GenerationRequest(Shape):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -105,7 +74,7 @@ class GenerationRequest(_Shape):
     # As much as a message to a rank can carry; what exceeds the vocabulary cuts nothing.
     top_k: int | None = Field(None, ge=-1, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -163,10 +132,46 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
-    chat_template_kwargs: _TemplateOptions | None = None
-    tools: Annotated[Any, _neutral([])] = None
-    tool_choice: Annotated[Any, _neutral("none", "auto")] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     response_format: Annotated[Any, _neutral({"type": "text"})] = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if self.tool_choice in ("required",) and not names:
+            raise ValueError("tool_choice: there are no tools to choose from")
+        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
+            raise ValueError(f"tool_choice: no tool is called {self.tool_choice[0]!r}")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message: excludes add_generation_prompt")
+            if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+                raise ValueError("continue_final_message: the last message must be text of the assistant")
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def conversation(self) -> Conversation:
+        """What the chat template is given."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return Conversation(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.for_template() for tool in self.usable_tools],
+            options={**effort, **(self.chat_template_kwargs or {})},
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final=bool(self.continue_final_message),
+        )
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -8,6 +8,7 @@ true. A stream that fails later ends with an error event and without [DONE].
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -18,6 +19,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from kvrail.frontend.chatting import ChatRules
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
     NoSuchModel,
@@ -70,6 +72,8 @@ def openai_routes(
 
             return guarded
 
+    rules = ChatRules(config, renderer)
+
     def longest() -> int | None:
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
         return min(lengths, default=None)
@@ -90,19 +94,11 @@ def openai_routes(
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         limit = check_model(body)
-        messages = [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-                **({"name": message.name} if message.name else {}),
-            }
-            for message in body.messages
-        ]
-        options = body.chat_template_kwargs
-        tokens = await renderer.chat(messages, options.enable_thinking if options else None)
-        first_words = next((m.content for m in body.messages if m.role == "user"), body.messages[0].content)
-        job = _job(request, "chat", body, tokens, limit, first_words)
-        return await answer(request, body, job, ChatForm)
+        rules.check(body)
+        prompt = await renderer.chat(body.conversation())
+        reading = rules.reading(body, prompt.tail)
+        job = _job(request, "chat", body, prompt.tokens, limit, _first_words(body))
+        return await answer(request, body, job, functools.partial(ChatForm, reading=reading), reading.markers)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -113,7 +109,7 @@ def openai_routes(
             tokens = renderer.ids(body.prompt)
             first_words = repr(tokens[:_AFFINITY_TOKENS])
         job = _job(request, "completions", body, tokens, limit, first_words)
-        return await answer(request, body, job, CompletionForm)
+        return await answer(request, body, job, CompletionForm, ())
 
     def _job(
         request: Request,
@@ -131,9 +127,15 @@ def openai_routes(
             affinity=affinity_key(first_words),
         )
 
-    async def answer(request: Request, body: GenerationRequest, job: Job, form_kind: type[Form]) -> Response:
+    async def answer(
+        request: Request,
+        body: GenerationRequest,
+        job: Job,
+        form_kind: Callable[..., Form],
+        markers: Sequence[str],
+    ) -> Response:
         text = Answer(
-            renderer.token_bytes,
+            renderer.token_bytes.showing(markers) if markers else renderer.token_bytes,
             prompt_tokens=len(job.tokens),
             stops=body.stop,
             stop_token_ids=job.sampling.stop_token_ids,
@@ -181,6 +183,12 @@ def openai_routes(
         return json_response(card())
 
     return router
+
+
+def _first_words(body: ChatRequest) -> str:
+    """What stands for a conversation in routing."""
+    first = next((message for message in body.messages if message.role == "user"), body.messages[0])
+    return first.content or ""
 
 
 async def _pieces(

@@ -172,7 +172,13 @@ async def serve(
     renderer = None
     if config.role != "pe":
         renderer = await asyncio.to_thread(
-            Renderer.load, config.model, thinking=config.thinking_mode == "thinking"
+            Renderer.load,
+            config.model,
+            thinking=config.thinking_mode == "thinking",
+            chat_template=config.chat_template,
+            trust_remote_code=config.trust_remote_code,
+            backend=config.tokenizer_backend,
+            verify_rate=config.tokenizer_verify_rate,
         )
     context = zmq.asyncio.Context()
     try:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvrail.frontend.detokenize import Detokenizer, TokenBytes
+from kvrail.frontend.reading import Delta, Reading
 from kvrail.frontend.stop import StopMatcher
+from kvrail.frontend.tool_calls import ToolCall
 from kvrail.runtime.messages import Output
 from kvrail.transfer.wire import TokenLogprob, unpack_u32
 
@@ -138,23 +140,76 @@ class ChatForm(Form):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokens: TokenBytes,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        reading: Reading | None = None,
+    ) -> None:
+        super().__init__(request_id, model, tokens, logprobs=logprobs, include_usage=include_usage)
+        self._reading = reading or Reading()
+        self._reader = self._reading.reader()
+        self._calls = 0
+
     def opening(self) -> list[bytes]:
-        delta = {"role": "assistant", "content": ""}
-        return [self._event({"delta": delta, "logprobs": None, "finish_reason": None})]
+        return [self._delta({"role": "assistant", "content": ""})]
 
     def chunk(self, piece: Piece) -> list[bytes]:
         events = []
-        if piece.text or piece.notes:
-            delta = {"content": piece.text}
-            events.append(
-                self._event({"delta": delta, "logprobs": self._noted(piece.notes), "finish_reason": None})
-            )
+        for delta in self._read(piece):
+            if delta.reasoning:
+                events.append(self._delta({"reasoning_content": delta.reasoning}))
+            for call in delta.calls:
+                events += [self._delta({"tool_calls": [part]}) for part in self._call_parts(call)]
+            if delta.content:
+                events.append(self._delta({"content": delta.content}, piece.notes))
+                piece = piece._replace(notes=[])
+        if piece.notes:
+            events.append(self._delta({"content": ""}, piece.notes))
         if piece.finish_reason is not None:
-            events.append(self._event({"delta": {}, "logprobs": None, "finish_reason": piece.finish_reason}))
+            events.append(self._event({"delta": {}, "logprobs": None, "finish_reason": self._reason(piece)}))
         return events
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        deltas = [delta for piece in pieces for delta in self._read(piece)]
+        calls = [self._call(call) for delta in deltas for call in delta.calls]
+        content = "".join(delta.content for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
+        if reasoning := "".join(delta.reasoning for delta in deltas):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        notes = [note for piece in pieces for note in piece.notes]
+        choice = {"index": 0, "message": message, "logprobs": self._noted(notes)}
+        choice["finish_reason"] = self._reason(pieces[-1])
+        return {**self._head, "object": self.whole_kind, "choices": [choice], "usage": usage}
+
+    def _read(self, piece: Piece) -> list[Delta]:
+        deltas = [self._reader.feed(piece.text)] if piece.text else []
+        return deltas if piece.finish_reason is None else [*deltas, self._reader.flush()]
+
+    def _reason(self, piece: Piece) -> str | None:
+        return "tool_calls" if self._calls and piece.finish_reason == "stop" else piece.finish_reason
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        assert self._reading.tools is not None
+        self._calls += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._reading.tools.call_id(), "type": "function", "function": function}
+
+    def _call_parts(self, call: ToolCall) -> list[dict[str, Any]]:
+        """A call as clients of streams expect it: who is called, then with what."""
+        index, head = self._calls, self._call(call)
+        head["function"] = {"name": call.name, "arguments": ""}
+        return [{"index": index, **head}, {"index": index, "function": {"arguments": call.arguments}}]
+
+    def _delta(self, delta: dict[str, Any], notes: Sequence[TokenNote] = ()) -> bytes:
+        logprobs = self._noted(list(notes)) if notes else None
+        return self._event({"delta": delta, "logprobs": logprobs, "finish_reason": None})
 
     def _noted(self, notes: list[TokenNote]) -> dict[str, Any] | None:
         if not self._logprobs:

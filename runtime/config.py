@@ -68,6 +68,30 @@ class LaunchConfig:
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
     )
+    chat_template: str | None = _setting(None, "file with a chat template to use instead of the model's own")
+    trust_remote_code: bool = _setting(
+        False, "run the Python code with which some models render prompts; it comes with the weights"
+    )
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v32",
+    ] = _setting("auto", "how the model writes tool calls (auto: by its chat template)")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] = _setting(
+        "auto", "how the model marks its thinking (auto: by its chat template)"
+    )
+    tokenizer_backend: Literal["auto", "hf", "fastokens"] = _setting(
+        "auto", "hf, fastokens (several times faster), or fastokens where it is installed (auto)"
+    )
+    tokenizer_verify_rate: float = _setting(
+        0.01, "share of texts that fastokens and hf both tokenise; a difference ends the use of fastokens"
+    )
     lane: Literal["auto", "shm", "put"] = _setting(
         "auto", "how pages travel (shared memory, UCX put, or the best of both)"
     )
@@ -123,6 +147,7 @@ class LaunchConfig:
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
+        _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
         _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")

@@ -42,7 +42,9 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text).ids)
 
 
-WRONG = [
+NOW = {"type": "function", "function": {"name": "now"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {}, "messages", "is required"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": "Hi"}, "messages", "list"),
@@ -74,7 +76,21 @@ WRONG = [
     (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
     (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
     (CHAT, {"messages": HI, "n": 2}, "n", "not supported"),
-    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    (CHAT, {"messages": HI, "tools": [NOW]}, "tools", "no place for tools"),
+    (CHAT, {"messages": HI, "tools": [NOW, NOW]}, "tools", "same name"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "no tools"),
+    (CHAT, {"messages": HI, "tool_choice": "always"}, "tool_choice", '"auto"'),
+    (CHAT, {"messages": HI, "tools": [NOW], "tool_choice": OTHER}, "tool_choice", "'other'"),
+    (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message", "of the assistant"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "of its own"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0]", "role tool"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0].function",
+        "is required",
+    ),
     (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty", "not supported"),
     (CHAT, {"messages": HI, "top_logprobs": 21}, "top_logprobs", "less than"),
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs", "boolean"),
