@@ -23,7 +23,7 @@ from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
-from kvrail.runtime.sampler import check_sampling
+from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.transfer.errors import NoPages

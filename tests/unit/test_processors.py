@@ -15,7 +15,8 @@ import torch
 from kvrail.runtime.errors import BadRequest
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.processors import Row, TokenHistory, process
-from kvrail.runtime.sampler import check_sampling, choice_seed, sample
+from kvrail.runtime.sampler import choice_seed, sample
+from kvrail.runtime.sampling import check_sampling
 
 VOCABULARY = 61
 INF = math.inf
