@@ -43,7 +43,8 @@ _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 class Job:
     """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
 
-    `route` is where its prompt was prefilled, by the newest output.
+    `route` is where its prompt was prefilled, by the newest output. `deadline`: the moment (time.monotonic()) from
+    which nobody waits for it any more.
     """
 
     request_id: str
@@ -54,6 +55,13 @@ class Job:
     outcome: str = ""
     route: str = ""
     started: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+
+    @property
+    def end(self) -> str:
+        """Why it ended before its last output; "" when the client left."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.outcome or ("timeout" if late else "")
 
 
 class Dispatcher:
@@ -140,7 +148,7 @@ class Dispatcher:
                 if call is not None and peer is not None and not request.ended:
                     call.cancel()
                     self._spawn(self._cancel_prefill(job, peer))
-                request.abort(job.outcome or "cancelled by the client")
+                request.abort(job.end or "cancelled by the client")
 
     def _choose(self, job: Job) -> Route | None:
         views = [
@@ -198,7 +206,7 @@ class Dispatcher:
             request_id=job.request_id,
             incarnation=incarnation,
             rank=number,
-            reason=job.outcome or "cancelled by the client",
+            reason=job.end or "cancelled by the client",
         )
         self._metrics.cancel_calls.inc()
         try:
@@ -257,7 +265,7 @@ class _Note:
 
     def end(self, metrics: FrontMetrics) -> None:
         job = self._job
-        outcome = self.outcome or job.outcome or "cancelled"
+        outcome = self.outcome or job.end or "cancelled"
         metrics.requests.labels(job.api, self._route, outcome).inc()
         if self._first_s is not None:
             metrics.prompt_tokens.inc(len(job.tokens))

@@ -7,36 +7,37 @@ true. A stream that fails later ends with an error event and without [DONE].
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.chatting import ChatRules
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
     NoSuchModel,
-    Unauthorized,
-    error_body,
     json_response,
     request_id,
     until_disconnect,
 )
+from kvrail.frontend.keyed_route import keyed_route
 from kvrail.frontend.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from kvrail.frontend.render import Renderer
-from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Form, Piece, event
+from kvrail.frontend.responses_form import ResponsesForm
+from kvrail.frontend.responses_shapes import ResponsesRequest
+from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Form, Piece
+from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import affinity_key
-from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, Unavailable
+from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TimedOut, TooLong, Unavailable
 from kvrail.runtime.messages import Output
 
 __all__ = ["openai_routes"]
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 # How much of a bare prompt stands for its conversation in routing: continued prompts begin alike.
 _AFFINITY_CHARS = 1024
 _AFFINITY_TOKENS = 256
+_Out = TypeVar("_Out")
 
 
 def openai_routes(
@@ -56,54 +58,55 @@ def openai_routes(
 ) -> APIRouter:
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
-    class KeyedRoute(APIRoute):
-        """Asks for the key, and what kind of body comes, before the body is read."""
-
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def guarded(request: Request) -> Response:
-                if not keys.allow(request.headers.get("authorization")):
-                    raise Unauthorized("give a valid API key: Authorization: Bearer …")
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if request.method == "POST" and kind != "application/json":
-                    raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
-                return await handle(request)
-
-            return guarded
-
     rules = ChatRules(config, renderer)
 
     def longest() -> int | None:
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
         return min(lengths, default=None)
 
-    def check_model(body: GenerationRequest) -> int:
+    def check_model(model: str | None) -> int:
         """The longest prompt plus answer; refuses other models than ours."""
-        if body.model not in (None, config.model_name):
+        if model not in (None, config.model_name):
             raise NoSuchModel(
-                f"model {body.model!r} is not served here, but {config.model_name!r} is", param="model"
+                f"model {model!r} is not served here, but {config.model_name!r} is", param="model"
             )
         limit = longest()
         if limit is None:
             raise Unavailable("the model is loading", retry_after_s=2.0)
         return limit
 
-    router = APIRouter(prefix="/v1", route_class=KeyedRoute)
+    def check_text(characters: int) -> None:
+        """Refuse what is too long whatever its tokens are, before anything is spent on it."""
+        most = config.max_prompt_tokens or longest() or 0
+        if characters > most * renderer.longest_token:
+            raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
+
+    router = APIRouter(prefix="/v1", route_class=keyed_route(keys))
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        limit = check_model(body)
+        return await converse(body, request, "chat", ChatForm)
+
+    @router.post("/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await converse(
+            body.as_chat(), request, "responses", functools.partial(ResponsesForm, body=body)
+        )
+
+    async def converse(body: ChatRequest, request: Request, api: str, form: Callable[..., Form]) -> Response:
+        limit = check_model(body.model)
         rules.check(body)
+        check_text(sum(len(message.content or "") for message in body.messages))
         prompt = await renderer.chat(body.conversation())
         reading = rules.reading(body, prompt.tail)
-        job = _job(request, "chat", body, prompt.tokens, limit, _first_words(body))
-        return await answer(request, body, job, functools.partial(ChatForm, reading=reading), reading.markers)
+        job = _job(request, api, body, prompt.tokens, limit, _first_words(body))
+        return await answer(request, body, job, functools.partial(form, reading=reading), reading.markers)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        limit = check_model(body)
+        limit = check_model(body.model)
         if isinstance(body.prompt, str):
+            check_text(len(body.prompt))
             tokens, first_words = await renderer.text(body.prompt), body.prompt[:_AFFINITY_CHARS]
         else:
             tokens = renderer.ids(body.prompt)
@@ -119,7 +122,15 @@ def openai_routes(
         limit: int,
         first_words: str,
     ) -> Job:
+        if config.max_prompt_tokens is not None and len(tokens) > config.max_prompt_tokens:
+            raise TooLong(
+                f"the prompt has {len(tokens)} tokens (--max-prompt-tokens {config.max_prompt_tokens})",
+                param="messages" if isinstance(body, ChatRequest) else "prompt",
+            )
+        now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
+            started=now,
+            deadline=None if most_s is None else now + most_s,
             request_id=request_id(request),
             api=api,
             tokens=tokens,
@@ -149,7 +160,7 @@ def openai_routes(
         )
         outputs = dispatcher.run(job)
         async with until_disconnect(request.receive):
-            first = await anext(outputs)
+            first = await _in_time(anext(outputs), job)
         pieces = _pieces(job, first, outputs, text)
         if body.stream:
             return _EventStream(_events(pieces, text, form), {"x-kvrail-prefill": first.route})
@@ -182,7 +193,10 @@ def openai_routes(
             )
         return json_response(card())
 
-    return router
+    both = APIRouter()
+    both.include_router(router)
+    both.include_router(text_routes(renderer, keys, check_model, check_text))
+    return both
 
 
 def _first_words(body: ChatRequest) -> str:
@@ -192,7 +206,10 @@ def _first_words(body: ChatRequest) -> str:
 
 
 async def _pieces(
-    job: Job, first: Output, outputs: AsyncGenerator[Output, None], answer: Answer
+    job: Job,
+    first: Output,
+    outputs: AsyncGenerator[Output, None],
+    answer: Answer,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of an answer; the last one has a finish reason, and by then the job is over everywhere."""
     async with contextlib.aclosing(outputs):
@@ -203,12 +220,24 @@ async def _pieces(
             if piece.finish_reason is not None:
                 break
             yield piece
-            output = await anext(outputs, None)
+            output = await _in_time(anext(outputs, None), job)
         else:
             raise EngineFailed("the engine ended the answer without saying why")
         if output.finish_reason is None:
             job.outcome = "stop"  # a stop string: the engine does not know it, and is told by the closing
     yield piece
+
+
+async def _in_time(output: Awaitable[_Out], job: Job) -> _Out:
+    """The output, unless the job's deadline comes first. Raises TimedOut; then the job is over."""
+    if job.deadline is None:
+        return await output
+    try:
+        async with asyncio.timeout(job.deadline - time.monotonic()):
+            return await output
+    except TimeoutError:
+        seconds = job.deadline - job.started
+        raise TimedOut(f"the request took longer than {seconds:.3g} s (--request-timeout-s)") from None
 
 
 async def _events(
@@ -227,11 +256,11 @@ async def _events(
         except Cancelled:
             raise
         except RuntimeFault as fault:
-            yield event(error_body(fault))
+            yield b"".join(form.failed(fault))
         except Exception:
             # The status has been sent; this is the only way left to say that the answer is not whole.
             _log.exception("a stream failed")
-            yield event(error_body(EngineFailed("internal error")))
+            yield b"".join(form.failed(EngineFailed("internal error")))
 
 
 class _EventStream(Response):
