@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,9 @@ def test_request_ids_and_the_access_log(stand: Any, caplog: pytest.LogCaptureFix
     assert "mine-1" not in theirs.json()["id"]
     forged = at.client.post(CHAT, json={}, headers={"x-request-id": "a b"})
     refused(forged, 400, "messages")
+    deadline = time.monotonic() + 10  # a line is written when its answer has left
+    while caplog.text.count('"POST"') < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
     lines = [json.loads(record.message) for record in caplog.records if record.name == "kvrail.access"]
     assert [(line["path"], line["status"]) for line in lines if line["method"] == "POST"] == [
         (CHAT, 200),
