@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import platform
 import re
 import sys
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -70,8 +70,8 @@ def _measure(folder: Path, streams: int, rate: float, seconds: float) -> dict[st
     front.start()
     try:
         port = port_ours.recv()
-        process = psutil.Process(front.pid)
-        seen = asyncio.run(_client(port, streams, process, seconds))
+        assert front.pid is not None
+        seen = asyncio.run(_client(port, streams, front.pid, seconds))
         sent: dict[str, list[float]] = ours.recv()
     finally:
         front.terminate()
@@ -88,7 +88,7 @@ def _measure(folder: Path, streams: int, rate: float, seconds: float) -> dict[st
         for name, times in seen["arrivals"].items()
     ]
     return {
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} CPUs",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "streams": streams,
         "tokens_per_s": round(seen["tokens"] / seen["window_s"]),
         "cpu_us_per_token": round(seen["cpu_s"] / seen["tokens"] * 1e6, 1),
@@ -107,7 +107,12 @@ def _engine(endpoint: str, streams: int, rate: float, count: int, pipe: Connecti
     layout = PageLayout(model_id="bench", layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=16)
     peer = PeerRank(incarnation=bytes(16), rank=0, host="127.0.0.1", port=1)
     ready = Ready(
-        self_rank=peer, layout=layout, pages=1, max_model_len=2**20, pool_memory="none", queue_limit=2 * streams
+        self_rank=peer,
+        layout=layout,
+        pages=1,
+        max_model_len=2**20,
+        pool_memory="none",
+        queue_limit=2 * streams,
     )
     socket.send(encode(ready))
     token = pack_u32([4 + 65])
@@ -116,7 +121,7 @@ def _engine(endpoint: str, streams: int, rate: float, count: int, pipe: Connecti
     next_step = time.monotonic()
     while running or len(times) < streams:
         wait_ms = max(0.0, (next_step - time.monotonic()) * 1e3)
-        if socket.poll(wait_ms if wait_ms >= 1 else 0):
+        if socket.poll(int(wait_ms)):
             message = decode_to_rank(socket.recv())
             if isinstance(message, Shutdown):
                 return
@@ -155,7 +160,7 @@ def _front(folder: str, endpoint: str, pipe: Connection) -> None:
     asyncio.run(run())
 
 
-async def _client(port: int, streams: int, front: psutil.Process, seconds: float) -> dict[str, Any]:
+async def _client(port: int, streams: int, front: int, seconds: float) -> dict[str, Any]:
     """Ask for all streams, 20 ms apart; then measure over `seconds`; then read them to their end."""
     await _wait_ready(port)
     arrivals: dict[str, list[float]] = {}
@@ -191,13 +196,18 @@ async def _client(port: int, streams: int, front: psutil.Process, seconds: float
         tasks.append(asyncio.create_task(stream()))
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
-    used, began, before = front.cpu_times(), time.monotonic(), tokens
+    used, began, before = _cpu_s(front), time.monotonic(), tokens
     await asyncio.sleep(seconds)
     window_s, count = time.monotonic() - began, tokens - before
-    now = front.cpu_times()
-    cpu_s = now.user + now.system - used.user - used.system
+    cpu_s = _cpu_s(front) - used
     await asyncio.gather(*tasks)
     return {"arrivals": arrivals, "asked": asked, "cpu_s": cpu_s, "window_s": window_s, "tokens": count}
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds of CPU that a process has used, all its threads and the kernel on its behalf together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _wait_ready(port: int) -> None:

@@ -101,6 +101,7 @@ class Dispatcher:
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
+                note.placed()
                 async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
                         place.prefilled()
@@ -245,8 +246,13 @@ class _Note:
         self._route = "none"
         self._tokens = 0
         self._cached = 0
+        self._placed_s: float | None = None
         self._first_s: float | None = None
         self._last = 0.0
+
+    def placed(self) -> None:
+        """A rank has a place for it."""
+        self._placed_s = time.monotonic() - self._job.started
 
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()
@@ -256,6 +262,8 @@ class _Note:
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
         elif count:
+            if output.route == "remote" and self._tokens == 1:
+                metrics.handover.observe(now - self._last)
             metrics.between_tokens.observe((now - self._last) / count)
         self._last = now
         self._tokens += count
@@ -270,6 +278,15 @@ class _Note:
         if self._first_s is not None:
             metrics.prompt_tokens.inc(len(job.tokens))
             metrics.completion_tokens.inc(self._tokens)
+            metrics.cached_tokens.inc(self._cached)
+            metrics.whole.prompt.observe(len(job.tokens))
+            metrics.whole.generation.observe(self._tokens)
+            metrics.whole.end_to_end.observe(time.monotonic() - job.started)
+            metrics.whole.decoding.observe(self._last - job.started - self._first_s)
+        if self._placed_s is not None:
+            metrics.whole.queued.observe(self._placed_s)
+        if outcome in ("stop", "length"):
+            metrics.whole.succeeded(outcome)
         _log.info(
             "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
             job.request_id,

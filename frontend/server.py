@@ -81,7 +81,7 @@ async def _application(
     client: httpx.AsyncClient,
 ) -> AsyncIterator[_Application]:
     """The application of a role, with what runs beside it."""
-    metrics = FrontMetrics(ranks)
+    metrics = FrontMetrics(ranks, config.model_name)
     admission = Admission(config.max_queue)
     # /openapi.json, but none of the pages that show it: they load scripts from elsewhere.
     app = FastAPI(title="kvrail", version="1", docs_url=None, redoc_url=None)
@@ -107,6 +107,7 @@ async def _application(
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
+            renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
             dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
             stack.push_async_callback(dispatcher.close)
             app.include_router(

@@ -117,7 +117,6 @@ def test_requests_made_from_the_document(server: tuple[Any, Bookkeeper], client:
         operation = found.ok()
         statuses = seen[operation.label] = set()
         for mode in schemathesis.GenerationMode:
-
             with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # nothing can be wrong with a bare GET
                 ask_all(operation.as_strategy(generation_mode=mode), keeper, statuses)
     # Right ones were among them, and wrong ones.
@@ -125,7 +124,9 @@ def test_requests_made_from_the_document(server: tuple[Any, Bookkeeper], client:
     assert 200 in seen["POST /tokenize"], seen
 
 
-WORDS = st.sampled_from(["", "a", "stop", "text", "function", "auto", "weather", "\x00", "é🙂", "\ud800", "user"])
+WORDS = st.sampled_from(
+    ["", "a", "stop", "text", "function", "auto", "weather", "\x00", "é🙂", "\ud800", "user"]
+)
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
