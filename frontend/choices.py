@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvrail.frontend.dispatch import Job
 from kvrail.frontend.stream import Answer, Form, Piece, usage_of
-from kvrail.runtime.errors import EngineFailed
+from kvrail.runtime.errors import EngineFailed, TimedOut
 from kvrail.runtime.messages import Output
 
 __all__ = ["Choice", "Prompted", "merged", "number", "pieces_of", "whole"]
@@ -63,7 +64,7 @@ async def pieces_of(
     going = set(range(len(choices)))
     async with contextlib.aclosing(outputs):
         last: tuple[Choice, Piece] | None = None
-        async for output in outputs:
+        while (output := await _in_time(anext(outputs, None), job)) is not None:
             job.route = output.route
             if output.prompt_logprobs:
                 for choice in choices:
@@ -76,9 +77,8 @@ async def pieces_of(
             if piece.finish_reason is not None:
                 going.discard(output.choice)
                 if not going:
-                    if output.finish_reason is None:
-                        # A stop string: the engine does not know it, and is told by the closing.
-                        job.outcome = "stop"
+                    # Behind a stop string, which the engine does not know, the closing tells it.
+                    job.outcome = piece.finish_reason
                     last = (choice, piece)
                     break
                 if output.finish_reason is None:
@@ -87,6 +87,18 @@ async def pieces_of(
         if last is None:
             raise EngineFailed("the engine ended the answer without saying why")
     yield last
+
+
+async def _in_time(output: Awaitable[_Item], job: Job) -> _Item:
+    """The output, unless the job's deadline comes first. Raises TimedOut; then the job is over."""
+    if job.deadline is None:
+        return await output
+    try:
+        async with asyncio.timeout(job.deadline - time.monotonic()):
+            return await output
+    except TimeoutError:
+        seconds = job.deadline - job.started
+        raise TimedOut(f"the request took longer than {seconds:.3g} s (--request-timeout-s)") from None
 
 
 async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

@@ -44,7 +44,7 @@ class Job:
     """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
 
     `route` is where its prompt was prefilled, by the newest output. `drop_choice` ends one of its answers while the
-    others go on.
+    others go on. `deadline`: the moment (time.monotonic()) from which nobody waits for it any more.
     """
 
     request_id: str
@@ -56,6 +56,13 @@ class Job:
     route: str = ""
     drop_choice: Callable[[int], None] = lambda choice: None
     started: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+
+    @property
+    def end(self) -> str:
+        """Why it ended before its last output; "" when the client left."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.outcome or ("timeout" if late else "")
 
 
 class Dispatcher:
@@ -100,6 +107,7 @@ class Dispatcher:
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
+                note.placed()
                 async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
                         place.prefilled()
@@ -148,7 +156,7 @@ class Dispatcher:
                 if call is not None and peer is not None and not request.ended:
                     call.cancel()
                     self._spawn(self._cancel_prefill(job, peer))
-                request.abort(job.outcome or "cancelled by the client")
+                request.abort(job.end or "cancelled by the client")
 
     @property
     def _local_prefill(self) -> Literal["auto", "never", "always"]:
@@ -211,7 +219,7 @@ class Dispatcher:
             request_id=job.request_id,
             incarnation=incarnation,
             rank=number,
-            reason=job.outcome or "cancelled by the client",
+            reason=job.end or "cancelled by the client",
         )
         self._metrics.cancel_calls.inc()
         try:
@@ -250,32 +258,49 @@ class _Note:
         self._route = "none"
         self._tokens = 0
         self._cached = 0
+        self._placed_s: float | None = None
         self._first_s: float | None = None
         # When each choice was heard of last.
         self._last: dict[int, float] = {}
+
+    def placed(self) -> None:
+        """A rank has a place for it."""
+        self._placed_s = time.monotonic() - self._job.started
 
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()
         count = len(output.tokens) // 4
         self._route = output.route
+        if output.prompt_logprobs:
+            return
         if self._first_s is None:
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
         elif count and output.choice in self._last:
-            metrics.between_tokens.observe((now - self._last[output.choice]) / count)
+            since = now - self._last[output.choice]
+            if output.route == "remote" and self._tokens == self._job.sampling.n:
+                metrics.handover.observe(since)
+            metrics.between_tokens.observe(since / count)
         self._last[output.choice] = now
         self._tokens += count
         self._cached = output.cached_tokens
-        if output.finish_reason is not None:
-            self.outcome = output.finish_reason
 
     def end(self, metrics: FrontMetrics) -> None:
         job = self._job
-        outcome = self.outcome or job.outcome or "cancelled"
+        outcome = self.outcome or job.end or "cancelled"
         metrics.requests.labels(job.api, self._route, outcome).inc()
         if self._first_s is not None:
             metrics.prompt_tokens.inc(len(job.tokens))
             metrics.completion_tokens.inc(self._tokens)
+            metrics.cached_tokens.inc(self._cached)
+            metrics.whole.prompt.observe(len(job.tokens))
+            metrics.whole.generation.observe(self._tokens)
+            metrics.whole.end_to_end.observe(time.monotonic() - job.started)
+            metrics.whole.decoding.observe(max(self._last.values()) - job.started - self._first_s)
+        if self._placed_s is not None:
+            metrics.whole.queued.observe(self._placed_s)
+        if outcome in ("stop", "length"):
+            metrics.whole.succeeded(outcome)
         _log.info(
             "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
             job.request_id,

@@ -61,6 +61,8 @@ class Renderer:
         self.vocabulary = vocabulary
         self.token_bytes = TokenBytes(tokenizer)
         self.encoder = TextEncoder(tokenizer, backend=backend, verify_rate=verify_rate)
+        # Characters; no text of more than n times this many has n tokens.
+        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._tokenizer = tokenizer
         self._bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", "")) if add_bos else None
         self._chat = chat

@@ -11,12 +11,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.chatting import ChatRules
@@ -25,20 +23,22 @@ from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
     NoSuchModel,
-    Unauthorized,
-    error_body,
     json_response,
     request_id,
     until_disconnect,
 )
+from kvrail.frontend.keyed_route import keyed_route
 from kvrail.frontend.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from kvrail.frontend.render import Renderer
-from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece, event
+from kvrail.frontend.responses_form import ResponsesForm
+from kvrail.frontend.responses_shapes import ResponsesRequest
+from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
+from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import affinity_key
-from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, Unavailable
+from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TooLong, Unavailable
 from kvrail.runtime.sampling import check_sampling
 
 __all__ = ["openai_routes"]
@@ -58,58 +58,59 @@ def openai_routes(
 ) -> APIRouter:
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
-    class KeyedRoute(APIRoute):
-        """Asks for the key, and what kind of body comes, before the body is read."""
-
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def guarded(request: Request) -> Response:
-                if not keys.allow(request.headers.get("authorization")):
-                    raise Unauthorized("give a valid API key: Authorization: Bearer …")
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if request.method == "POST" and kind != "application/json":
-                    raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
-                return await handle(request)
-
-            return guarded
-
     rules = ChatRules(config, renderer)
 
     def longest() -> int | None:
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
         return min(lengths, default=None)
 
-    def check_model(body: GenerationRequest) -> int:
+    def check_model(model: str | None) -> int:
         """The longest prompt plus answer; refuses other models than ours."""
-        if body.model not in (None, config.model_name):
+        if model not in (None, config.model_name):
             raise NoSuchModel(
-                f"model {body.model!r} is not served here, but {config.model_name!r} is", param="model"
+                f"model {model!r} is not served here, but {config.model_name!r} is", param="model"
             )
         limit = longest()
         if limit is None:
             raise Unavailable("the model is loading", retry_after_s=2.0)
         return limit
 
-    router = APIRouter(prefix="/v1", route_class=KeyedRoute)
+    def check_text(characters: int) -> None:
+        """Refuse what is too long whatever its tokens are, before anything is spent on it."""
+        most = config.max_prompt_tokens or longest() or 0
+        if characters > most * renderer.longest_token:
+            raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
+
+    router = APIRouter(prefix="/v1", route_class=keyed_route(keys))
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        limit = check_model(body)
+        return await converse(body, request, "chat", ChatForm)
+
+    @router.post("/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await converse(
+            body.as_chat(), request, "responses", functools.partial(ResponsesForm, body=body)
+        )
+
+    async def converse(body: ChatRequest, request: Request, api: str, form: Callable[..., Form]) -> Response:
+        limit = check_model(body.model)
         rules.check(body)
+        check_text(sum(len(message.content or "") for message in body.messages))
         prompt = await renderer.chat(body.conversation())
         reading = rules.reading(body, prompt.tail)
-        job = _job(request, "chat", body, prompt.tokens, limit, _first_words(body))
-        form = functools.partial(ChatForm, reading=reading)
+        job = _job(request, api, body, prompt.tokens, limit, _first_words(body))
+        form = functools.partial(form, reading=reading)
         return await answer(request, body, [(job, reading.markers, None)], form)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        limit = check_model(body)
+        limit = check_model(body.model)
         several = len(body.prompt) > 1
         prompts: list[tuple[Job, Sequence[str], Echo | None]] = []
         for place, prompt in enumerate(body.prompt):
             if isinstance(prompt, str):
+                check_text(len(prompt))
                 tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
             else:
                 tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
@@ -132,9 +133,17 @@ def openai_routes(
         place: int = 0,
     ) -> Job:
         param = "messages" if isinstance(body, ChatRequest) else "prompt"
+        if config.max_prompt_tokens is not None and len(tokens) > config.max_prompt_tokens:
+            raise TooLong(
+                f"the prompt has {len(tokens)} tokens (--max-prompt-tokens {config.max_prompt_tokens})",
+                param=param,
+            )
         sampling = body.sampling(len(tokens), limit, renderer.eos_ids, param=param)
         check_sampling(sampling, renderer.vocabulary)
+        now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
+            started=now,
+            deadline=None if most_s is None else now + most_s,
             request_id=f"{request_id(request)}.{place}" if place else request_id(request),
             api=api,
             tokens=tokens,
@@ -219,7 +228,10 @@ def openai_routes(
             )
         return json_response(card())
 
-    return router
+    both = APIRouter()
+    both.include_router(router)
+    both.include_router(text_routes(renderer, keys, check_model, check_text))
+    return both
 
 
 def _first_words(body: ChatRequest) -> str:
@@ -265,11 +277,11 @@ async def _events(
         except Cancelled:
             raise
         except RuntimeFault as fault:
-            yield event(error_body(fault))
+            yield b"".join(forms[0].failed(fault))
         except Exception:
             # The status has been sent; this is the only way left to say that the answer is not whole.
             _log.exception("a stream failed")
-            yield event(error_body(EngineFailed("internal error")))
+            yield b"".join(forms[0].failed(EngineFailed("internal error")))
 
 
 class _EventStream(Response):

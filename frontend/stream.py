@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvrail.frontend.detokenize import Detokenizer, TokenBytes
+from kvrail.frontend.envelope import error_body
 from kvrail.frontend.reading import Delta, Reading
 from kvrail.frontend.stop import StopMatcher
 from kvrail.frontend.tool_calls import ToolCall
+from kvrail.runtime.errors import RuntimeFault
 from kvrail.runtime.messages import Output
 from kvrail.transfer.wire import TokenLogprob, unpack_u32
 
@@ -171,6 +173,10 @@ class Form:
         if not self._include_usage:
             return [DONE]
         return [event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}), DONE]
+
+    def failed(self, fault: RuntimeFault) -> list[bytes]:
+        """What ends a stream that cannot go on."""
+        return [event(error_body(fault))]
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

@@ -11,53 +11,12 @@ from typing import Any
 import openai
 import pytest
 
+from kit.answering import CALL, TEMPLATE, WEATHER, ids, prompts, says
 from kit.fake_rank import FakeRank, output
-from kit.tiny_model import END, byte_level_tokenizer
-from kvrail.runtime.messages import Submit, ToFront, ToRank
-from kvrail.transfer.wire import unpack_u32
+from kvrail.runtime.messages import ToFront, ToRank
+from kvrail.transfer.wire import TokenLogprob, unpack_u32
 
-TOKENIZER = byte_level_tokenizer()
-TEMPLATE = (
-    "{% if tools %}TOOLS {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if enable_thinking %}<think>\n{% else %}<think></think>\n"
-    "{% endif %}{% endif %}"
-)
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text).ids)
-
-
-def says(*texts: str) -> Any:
-    """One answer after the other, three tokens a step."""
-    left = list(texts)
-
-    def behave(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
-        if isinstance(message, Submit):
-            tokens = [*ids(left.pop(0) if len(left) > 1 else left[0]), END]
-            for place in range(0, len(tokens), 3):
-                step = tokens[place : place + 3]
-                yield output(message.request_id, step, "stop" if step[-1] == END else None)
-
-    return behave
-
-
-def prompts(at: Any) -> list[str]:
-    return [
-        TOKENIZER.decode(unpack_u32(m.tokens).tolist()) for m in at.rank.received if isinstance(m, Submit)
-    ]
 
 
 @pytest.fixture
@@ -145,8 +104,6 @@ def test_no_tools_no_calls(client: Any) -> None:
 def test_log_probabilities_beside_calls(client: Any, serve: Any) -> None:
     # Every token has its note, also those that became a call.
     asks, at = client(CALL)
-    from kvrail.transfer.wire import TokenLogprob
-
     plain = at.rank.behave
 
     def noted(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
