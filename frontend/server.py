@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 import zmq.asyncio
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from kvrail.frontend.dispatch import Dispatcher
 from kvrail.frontend.envelope import Envelope, install_error_bodies
@@ -24,6 +25,7 @@ from kvrail.frontend.prefill_routes import PrefillDesk
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.routes import openai_routes
 from kvrail.frontend.status_routes import status_routes
+from kvrail.frontend.tls import client_trust
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
@@ -80,10 +82,18 @@ async def _application(
     client: httpx.AsyncClient,
 ) -> AsyncIterator[_Application]:
     """The application of a role, with what runs beside it."""
-    metrics = FrontMetrics(ranks)
+    metrics = FrontMetrics(ranks, config.model_name)
     admission = Admission(config.max_queue)
-    # No generated documentation: its pages load scripts from elsewhere.
-    app = FastAPI(title="kvrail", docs_url=None, redoc_url=None, openapi_url=None)
+    # /openapi.json, but none of the pages that show it: they load scripts from elsewhere.
+    app = FastAPI(title="kvrail", version="1", docs_url=None, redoc_url=None)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
+        )
     install_error_bodies(app)
     async with contextlib.AsyncExitStack() as stack:
         peers: PeerWatcher | None = None
@@ -98,6 +108,7 @@ async def _application(
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
+            renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
             dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
             stack.push_async_callback(dispatcher.close)
             app.include_router(
@@ -113,15 +124,17 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: LaunchConfig, application: _Application, ranks: Sequence[RankClient]) -> None:
         super().__init__(
             uvicorn.Config(
-                Envelope(application.app),
+                Envelope(application.app, config),
                 lifespan="off",
                 ws="none",
                 log_config=None,
-                access_log=config.log_level == "debug",
+                access_log=False,
                 server_header=False,
                 # Longer than the other side keeps idle connections, so that no call meets a closing one.
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=_LAST_NET_S,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             )
         )
         self._application = application
@@ -172,7 +185,13 @@ async def serve(
     renderer = None
     if config.role != "pe":
         renderer = await asyncio.to_thread(
-            Renderer.load, config.model, thinking=config.thinking_mode == "thinking"
+            Renderer.load,
+            config.model,
+            thinking=config.thinking_mode == "thinking",
+            chat_template=config.chat_template,
+            trust_remote_code=config.trust_remote_code,
+            backend=config.tokenizer_backend,
+            verify_rate=config.tokenizer_verify_rate,
         )
     context = zmq.asyncio.Context()
     try:
@@ -184,6 +203,7 @@ async def serve(
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
                     trust_env=False,
+                    verify=client_trust(config),
                     limits=httpx.Limits(
                         max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0
                     ),
@@ -194,7 +214,8 @@ async def serve(
             )
             server = HttpServer(config, application, ranks)
             host, port = listener.getsockname()[:2]
-            _log.info("%s %s listens on http://%s:%d", config.role, config.model_name, host, port)
+            scheme = "http" if config.ssl_certfile is None else "https"
+            _log.info("%s %s listens on %s://%s:%d", config.role, config.model_name, scheme, host, port)
             stopper = asyncio.create_task(_stop_when(stop, server)) if stop is not None else None
             try:
                 await server.serve(sockets=[listener])

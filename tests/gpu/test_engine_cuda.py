@@ -148,7 +148,7 @@ def test_adopt_equals_the_single_engine(models, prompt, length, temperature) -> 
     if length % 16:
         decode.tensor[pages[-1], :, :, length % 16 :] = torch.nan
     torch.cuda.synchronize()
-    decode.engine.adopt("d", one, sampling, owner="ticket", first_token=expected[0], cached_tokens=0)
+    decode.engine.adopt("d", one, sampling, owner="ticket", first_tokens={0: expected[0]}, cached_tokens=0)
     prefill.engine.release("p")
     decode.drain()
     assert decode.tokens["d"] == expected[1:]
@@ -202,7 +202,7 @@ def test_adopted_and_ended_at_once_waits_for_its_zeroes(models, prompt, slow_str
     rig = models.rig()
     rig.pool.allocate("ticket", 1)
     stream = slow_stream(rig.engine)
-    rig.engine.adopt("d", prompt(5), greedy(1), owner="ticket", first_token=9, cached_tokens=0)
+    rig.engine.adopt("d", prompt(5), greedy(1), owner="ticket", first_tokens={0: 9}, cached_tokens=0)
     assert stream.query()
     rig.drain()
     rig.assert_idle()
