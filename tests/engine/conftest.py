@@ -112,7 +112,10 @@ class Models:
             return PagedModel.load(self.checkpoint(kind), dtype, page_tokens)
 
     def _reference(self, kind: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.checkpoint(kind).folder, dtype=torch.float32).eval()
+        # Eager: some versions of transformers leave Gemma 2's caps out of fused attention.
+        return AutoModelForCausalLM.from_pretrained(
+            self.checkpoint(kind).folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def rig(
         self,
