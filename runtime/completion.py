@@ -245,9 +245,7 @@ class Completion:
         return None
 
     def _refuse_stalled(self, now: float) -> None:
-        """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
-        who wait, so that the others may fit.
-        """
+        """Pages in quarantine may never come back: after a while, refuse one of those who wait for them."""
         waiting = (
             [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
         )
@@ -447,7 +445,6 @@ class Completion:
     def stats(self, steps: int) -> Stats:
         """Gauges and counters, as doc/metrics.md names them."""
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
-        gauges["requests_open"] = len(self._requests)
-        gauges["requests_without_room"] = len(self._waiting)
+        gauges |= {"requests_open": len(self._requests), "requests_without_room": len(self._waiting)}
         counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
         return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
