@@ -21,6 +21,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from kvrail.frontend.dispatch import Dispatcher
 from kvrail.frontend.envelope import Envelope, install_error_bodies
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.page_route import page_route
 from kvrail.frontend.prefill_routes import PrefillDesk
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.routes import openai_routes
@@ -110,6 +111,7 @@ async def _application(
             renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
             dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
             stack.push_async_callback(dispatcher.close)
+            app.include_router(page_route())
             app.include_router(
                 openai_routes(config, ranks, dispatcher, renderer, ApiKeys(config.api_key_file))
             )
