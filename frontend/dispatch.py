@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.tracing import Span, Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
@@ -56,6 +57,9 @@ class Job:
     route: str = ""
     started: float = field(default_factory=time.monotonic)
     deadline: float | None = None
+    # Headers that name the client's trace, and the span of this request below it.
+    trace: Mapping[str, str] = field(default_factory=dict)
+    span: Span | None = None
 
     @property
     def end(self) -> str:
@@ -76,6 +80,7 @@ class Dispatcher:
         client: httpx.AsyncClient,
         token: bytes,
         metrics: FrontMetrics,
+        tracing: Tracing,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -84,6 +89,7 @@ class Dispatcher:
         self._client = client
         self._headers = {**bearer_header(token), "Content-Type": MEDIA_TYPE}
         self._metrics = metrics
+        self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.waiting.set_function(lambda: admission.waiting)
         for rank in ranks:
@@ -96,6 +102,7 @@ class Dispatcher:
 
         Raises the RuntimeFault that ended the job: before the first output as well as between two.
         """
+        job.span = self._tracing.span(f"kvrail {job.api}", job.trace, job.started)
         note = _Note(job)
         try:
             place = await self._admission.enter(lambda: self._choose(job))
@@ -186,7 +193,7 @@ class Dispatcher:
             response = await self._client.post(
                 f"{peer.url}/prefill",
                 content=msgspec.msgpack.encode(call),
-                headers=self._headers,
+                headers={**self._headers, **(job.span.headers() if job.span else {})},
                 timeout=_PREFILL_TIMEOUT,
             )
         except httpx.HTTPError as error:
@@ -287,6 +294,7 @@ class _Note:
             metrics.whole.queued.observe(self._placed_s)
         if outcome in ("stop", "length"):
             metrics.whole.succeeded(outcome)
+        self._trace(outcome)
         _log.info(
             "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
             job.request_id,
@@ -299,6 +307,27 @@ class _Note:
             "-" if self._first_s is None else f"{self._first_s:.3f} s",
             time.monotonic() - job.started,
             f": {self.reason}" if self.reason else "",
+        )
+
+    def _trace(self, outcome: str) -> None:
+        """End the request's span; its parts are known by now."""
+        job = self._job
+        if job.span is None:
+            return
+        if self._placed_s is not None:
+            job.span.below("wait for a place", job.started, job.started + self._placed_s)
+        if self._placed_s is not None and self._first_s is not None:
+            first = job.started + self._first_s
+            job.span.below("first token", job.started + self._placed_s, first, prefill=self._route)
+            job.span.below("answer", first, self._last, tokens=self._tokens)
+        job.span.end(
+            error=self.reason,
+            request_id=job.request_id,
+            outcome=outcome,
+            prefill=self._route,
+            prompt_tokens=len(job.tokens),
+            cached_tokens=self._cached,
+            completion_tokens=self._tokens,
         )
 
 

@@ -130,6 +130,7 @@ def openai_routes(
         now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
             started=now,
+            trace={"traceparent": trace} if (trace := request.headers.get("traceparent")) else {},
             deadline=None if most_s is None else now + most_s,
             request_id=request_id(request),
             api=api,
