@@ -47,6 +47,10 @@ class TokenBytes:
         other._known = {**self._known, **shown}
         return other
 
+    def showing_all(self) -> TokenBytes:
+        """The same, but every special token is text."""
+        return self.showing([str(added.content) for added in self._added.values()])
+
     def of(self, token: int) -> bytes:
         """The bytes of `token`; none for special tokens and for ids that the vocabulary lacks."""
         found = self._known.get(token)

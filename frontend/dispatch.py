@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -27,7 +27,7 @@ from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
-from kvrail.runtime.errors import EngineFailed, RuntimeFault, fault_of
+from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
 from kvrail.runtime.messages import Failed, Granted, Output, Sampling, Submit
 from kvrail.transfer.wire import pack_u32
 
@@ -44,8 +44,8 @@ _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 class Job:
     """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
 
-    `route` is where its prompt was prefilled, by the newest output. `deadline`: the moment (time.monotonic()) from
-    which nobody waits for it any more.
+    `route` is where its prompt was prefilled, by the newest output. `drop_choice` ends one of its answers while the
+    others go on. `deadline`: the moment (time.monotonic()) from which nobody waits for it any more.
     """
 
     request_id: str
@@ -55,6 +55,7 @@ class Job:
     affinity: bytes
     outcome: str = ""
     route: str = ""
+    drop_choice: Callable[[int], None] = lambda choice: None
     started: float = field(default_factory=time.monotonic)
     deadline: float | None = None
     # Headers that name the client's trace, and the span of this request below it.
@@ -105,6 +106,11 @@ class Dispatcher:
         job.span = self._tracing.span(f"kvrail {job.api}", job.trace, job.started)
         note = _Note(job)
         try:
+            if job.sampling.prompt_logprobs is not None and self._local_prefill == "never":
+                raise BadRequest(
+                    "echo: log-probabilities of a prompt come only from a local prefill, and --local-prefill is never",
+                    param="echo",
+                )
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
@@ -139,6 +145,7 @@ class Dispatcher:
         with rank.submit(submit) as request:
             # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
             request.on_end = place.leave
+            job.drop_choice = lambda choice: request.abort_choice(choice, "ended by a stop string")
             try:
                 async for event in request:
                     match event:
@@ -158,6 +165,10 @@ class Dispatcher:
                     self._spawn(self._cancel_prefill(job, peer))
                 request.abort(job.end or "cancelled by the client")
 
+    @property
+    def _local_prefill(self) -> Literal["auto", "never", "always"]:
+        return self._config.local_prefill if self._peers else "always"
+
     def _choose(self, job: Job) -> Route | None:
         views = [
             RankView(
@@ -174,7 +185,8 @@ class Dispatcher:
             affinity=job.affinity,
             ranks=views,
             peers=self._peers.views if self._peers else (),
-            local_prefill=self._config.local_prefill if self._peers else "always",
+            # The logits of a whole prompt do not travel: where they are wanted, it is prefilled here.
+            local_prefill="always" if job.sampling.prompt_logprobs is not None else self._local_prefill,
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
         )
 
@@ -255,7 +267,9 @@ class _Note:
         self._cached = 0
         self._placed_s: float | None = None
         self._first_s: float | None = None
-        self._last = 0.0
+        self._handed_over = False
+        # When each choice was heard of last.
+        self._last: dict[int, float] = {}
 
     def placed(self) -> None:
         """A rank has a place for it."""
@@ -268,15 +282,22 @@ class _Note:
         if self._first_s is None:
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
-        elif count:
-            if output.route == "remote" and self._tokens == 1:
-                metrics.handover.observe(now - self._last)
-            metrics.between_tokens.observe((now - self._last) / count)
-        self._last = now
+        elif count and output.choice in self._last:
+            since = now - self._last[output.choice]
+            if output.route == "remote" and not self._handed_over:
+                self._handed_over = True
+                metrics.handover.observe(since)
+            metrics.between_tokens.observe(since / count)
+        self._last[output.choice] = now
         self._tokens += count
         self._cached = output.cached_tokens
         if output.finish_reason is not None:
             self.outcome = output.finish_reason
+
+    @property
+    def _ended(self) -> float:
+        """When the last output came."""
+        return max(self._last.values(), default=self._job.started)
 
     def end(self, metrics: FrontMetrics) -> None:
         job = self._job
@@ -289,7 +310,7 @@ class _Note:
             metrics.whole.prompt.observe(len(job.tokens))
             metrics.whole.generation.observe(self._tokens)
             metrics.whole.end_to_end.observe(time.monotonic() - job.started)
-            metrics.whole.decoding.observe(self._last - job.started - self._first_s)
+            metrics.whole.decoding.observe(self._ended - job.started - self._first_s)
         if self._placed_s is not None:
             metrics.whole.queued.observe(self._placed_s)
         if outcome in ("stop", "length"):
@@ -319,7 +340,7 @@ class _Note:
         if self._placed_s is not None and self._first_s is not None:
             first = job.started + self._first_s
             job.span.below("first token", job.started + self._placed_s, first, prefill=self._route)
-            job.span.below("answer", first, self._last, tokens=self._tokens)
+            job.span.below("answer", first, self._ended, tokens=self._tokens)
         job.span.end(
             error=self.reason,
             request_id=job.request_id,

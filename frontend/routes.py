@@ -7,18 +7,20 @@ true. A stream that fails later ends with an error event and without [DONE].
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.chatting import ChatRules
+from kvrail.frontend.choices import Choice, Prompted, merged, number, pieces_of, whole
+from kvrail.frontend.deadline import in_time
+from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
     NoSuchModel,
@@ -31,14 +33,14 @@ from kvrail.frontend.protocol import ChatRequest, CompletionRequest, GenerationR
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.responses_form import ResponsesForm
 from kvrail.frontend.responses_shapes import ResponsesRequest
-from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Form, Piece
+from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
 from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import affinity_key
-from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TimedOut, TooLong, Unavailable
-from kvrail.runtime.messages import Output
+from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TooLong, Unavailable
+from kvrail.runtime.sampling import check_sampling
 
 __all__ = ["openai_routes"]
 
@@ -46,7 +48,6 @@ _log = logging.getLogger(__name__)
 # How much of a bare prompt stands for its conversation in routing: continued prompts begin alike.
 _AFFINITY_CHARS = 1024
 _AFFINITY_TOKENS = 256
-_Out = TypeVar("_Out")
 
 
 def openai_routes(
@@ -100,19 +101,29 @@ def openai_routes(
         prompt = await renderer.chat(body.conversation())
         reading = rules.reading(body, prompt.tail)
         job = _job(request, api, body, prompt.tokens, limit, _first_words(body))
-        return await answer(request, body, job, functools.partial(form, reading=reading), reading.markers)
+        return await answer(
+            request, body, [(job, reading.markers, None)], functools.partial(form, reading=reading)
+        )
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         limit = check_model(body.model)
-        if isinstance(body.prompt, str):
-            check_text(len(body.prompt))
-            tokens, first_words = await renderer.text(body.prompt), body.prompt[:_AFFINITY_CHARS]
-        else:
-            tokens = renderer.ids(body.prompt)
-            first_words = repr(tokens[:_AFFINITY_TOKENS])
-        job = _job(request, "completions", body, tokens, limit, first_words)
-        return await answer(request, body, job, CompletionForm, ())
+        several = len(body.prompt) > 1
+        prompts: list[tuple[Job, Sequence[str], Echo | None]] = []
+        for place, prompt in enumerate(body.prompt):
+            if isinstance(prompt, str):
+                check_text(len(prompt))
+                tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
+            else:
+                tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
+                first_words = repr(tokens[:_AFFINITY_TOKENS])
+            echo = None
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else _text_of(tokens, renderer, body)
+                echo = Echo(text, tokens, only=body.prompt_only)
+            job = _job(request, "completions", body, tokens, limit, first_words, place)
+            prompts.append((job, (), echo))
+        return await answer(request, body, prompts, CompletionForm)
 
     def _job(
         request: Request,
@@ -121,55 +132,81 @@ def openai_routes(
         tokens: list[int],
         limit: int,
         first_words: str,
+        place: int = 0,
     ) -> Job:
+        param = "messages" if isinstance(body, ChatRequest) else "prompt"
         if config.max_prompt_tokens is not None and len(tokens) > config.max_prompt_tokens:
             raise TooLong(
                 f"the prompt has {len(tokens)} tokens (--max-prompt-tokens {config.max_prompt_tokens})",
-                param="messages" if isinstance(body, ChatRequest) else "prompt",
+                param=param,
             )
+        sampling = body.sampling(len(tokens), limit, renderer.eos_ids, param=param)
+        check_sampling(sampling, renderer.vocabulary)
         now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
             started=now,
             trace={"traceparent": trace} if (trace := request.headers.get("traceparent")) else {},
             deadline=None if most_s is None else now + most_s,
-            request_id=request_id(request),
+            request_id=f"{request_id(request)}.{place}" if place else request_id(request),
             api=api,
             tokens=tokens,
-            sampling=body.sampling(len(tokens), limit, renderer.eos_ids),
+            sampling=sampling,
             affinity=affinity_key(first_words),
         )
 
     async def answer(
         request: Request,
         body: GenerationRequest,
-        job: Job,
+        prompts: Sequence[tuple[Job, Sequence[str], Echo | None]],
         form_kind: Callable[..., Form],
-        markers: Sequence[str],
     ) -> Response:
+        """Serve the jobs; beside each stand the special tokens that are text in its answers, and its echo."""
+        prompted = [
+            Prompted(job, [choice(request, body, job, markers, echo, form_kind) for _ in range(body.choices)])
+            for job, markers, echo in prompts
+        ]
+        usage = number(prompted, running_usage=body.continuous_usage)
+        pieces = merged([pieces_of(one, in_time(one.job, dispatcher.run(one.job))) for one in prompted])
+        async with until_disconnect(request.receive):
+            first = await anext(pieces)
+        forms = [choice.form for one in prompted for choice in one.choices]
+        if body.stream:
+            headers = {"x-kvrail-prefill": _route(prompted)}
+            return _EventStream(_events(first, pieces, forms, usage), headers)
+        async with contextlib.aclosing(pieces), until_disconnect(request.receive):
+            first[0].pieces.append(first[1])
+            async for one, piece in pieces:
+                one.pieces.append(piece)
+        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
+        # again here. The header of a stream is out by then.
+        return json_response(whole(prompted, usage()), headers={"x-kvrail-prefill": _route(prompted)})
+
+    def choice(
+        request: Request,
+        body: GenerationRequest,
+        job: Job,
+        markers: Sequence[str],
+        echo: Echo | None,
+        form_kind: Callable[..., Form],
+    ) -> Choice:
+        """One answer that is yet to come."""
         text = Answer(
-            renderer.token_bytes.showing(markers) if markers else renderer.token_bytes,
+            _shown(renderer, body, markers),
             prompt_tokens=len(job.tokens),
             stops=body.stop,
             stop_token_ids=job.sampling.stop_token_ids,
+            include_stop=bool(body.include_stop_str_in_output),
+            min_tokens=job.sampling.min_tokens,
+            echo=echo,
         )
         form = form_kind(
-            job.request_id,
+            request_id(request),
             config.model_name,
             renderer.token_bytes,
             logprobs=job.sampling.logprobs is not None,
             include_usage=body.include_usage,
         )
-        outputs = dispatcher.run(job)
-        async with until_disconnect(request.receive):
-            first = await _in_time(anext(outputs), job)
-        pieces = _pieces(job, first, outputs, text)
-        if body.stream:
-            return _EventStream(_events(pieces, text, form), {"x-kvrail-prefill": first.route})
-        async with contextlib.aclosing(pieces), until_disconnect(request.receive):
-            whole = [piece async for piece in pieces]
-        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
-        # again here. The header of a stream is out by then.
-        return json_response(form.whole(whole, text.usage), headers={"x-kvrail-prefill": job.route})
+        return Choice(text, form)
 
     def card() -> dict[str, object]:
         return {
@@ -206,62 +243,48 @@ def _first_words(body: ChatRequest) -> str:
     return first.content or ""
 
 
-async def _pieces(
-    job: Job,
-    first: Output,
-    outputs: AsyncGenerator[Output, None],
-    answer: Answer,
-) -> AsyncGenerator[Piece, None]:
-    """The pieces of an answer; the last one has a finish reason, and by then the job is over everywhere."""
-    async with contextlib.aclosing(outputs):
-        output: Output | None = first
-        while output is not None:
-            job.route = output.route
-            piece = answer.feed(output)
-            if piece.finish_reason is not None:
-                break
-            yield piece
-            output = await _in_time(anext(outputs, None), job)
-        else:
-            raise EngineFailed("the engine ended the answer without saying why")
-        if output.finish_reason is None:
-            job.outcome = "stop"  # a stop string: the engine does not know it, and is told by the closing
-    yield piece
+def _shown(renderer: Renderer, body: GenerationRequest, markers: Sequence[str]) -> TokenBytes:
+    """How tokens become text in an answer to `body`."""
+    if body.skip_special_tokens is False:
+        return renderer.token_bytes.showing_all()
+    return renderer.token_bytes.showing(markers) if markers else renderer.token_bytes
 
 
-async def _in_time(output: Awaitable[_Out], job: Job) -> _Out:
-    """The output, unless the job's deadline comes first. Raises TimedOut; then the job is over."""
-    if job.deadline is None:
-        return await output
-    try:
-        async with asyncio.timeout(job.deadline - time.monotonic()):
-            return await output
-    except TimeoutError:
-        seconds = job.deadline - job.started
-        raise TimedOut(f"the request took longer than {seconds:.3g} s (--request-timeout-s)") from None
+def _text_of(tokens: Sequence[int], renderer: Renderer, body: GenerationRequest) -> str:
+    """The text of a prompt that came as token ids."""
+    text = Detokenizer(_shown(renderer, body, ()))
+    return "".join(text.feed(token) for token in tokens) + text.flush()
+
+
+def _route(prompted: Sequence[Prompted]) -> str:
+    """Where the prompts were prefilled: elsewhere only if all of them were. Those without an output do not count."""
+    return "remote" if all(one.job.route in ("remote", "") for one in prompted) else "local"
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], answer: Answer, form: Form
+    first: tuple[Choice, Piece],
+    pieces: AsyncGenerator[tuple[Choice, Piece], None],
+    forms: Sequence[Form],
+    usage: Callable[[], dict[str, Any]],
 ) -> AsyncGenerator[bytes, None]:
     """The body of a stream."""
     async with contextlib.aclosing(pieces):
         try:
-            opening = form.opening()
-            async for piece in pieces:
-                events = opening + form.chunk(piece)
-                opening = []
-                if events:
+            opening = [event for form in forms for event in form.opening()]
+            if opening := opening + first[0].form.chunk(first[1]):
+                yield b"".join(opening)
+            async for choice, piece in pieces:
+                if events := choice.form.chunk(piece):
                     yield b"".join(events)
-            yield b"".join(form.closing(answer.usage))
+            yield b"".join(forms[0].closing(usage()))
         except Cancelled:
             raise
         except RuntimeFault as fault:
-            yield b"".join(form.failed(fault))
+            yield b"".join(forms[0].failed(fault))
         except Exception:
             # The status has been sent; this is the only way left to say that the answer is not whole.
             _log.exception("a stream failed")
-            yield b"".join(form.failed(EngineFailed("internal error")))
+            yield b"".join(forms[0].failed(EngineFailed("internal error")))
 
 
 class _EventStream(Response):

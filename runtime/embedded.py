@@ -4,29 +4,35 @@
 A sequence is waiting (no pages), running (pages for all its tokens; prefilling or decoding), or held (a finished
 prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
 computed again later; a prefill-only sequence never does, because its pages may be on their way already.
+
+Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over shared pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.kernels.attention import Slice
+from kvrail.runtime.batch import Batch, Drawn
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
-from kvrail.runtime.sampler import sample
+from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
+
+# Tokens of a prompt in a step when the logits of all of them are wanted.
+_LOGITS_CHUNK = 128
 
 
 class EmbeddedEngine:
@@ -49,6 +55,7 @@ class EmbeddedEngine:
     ) -> None:
         self.layout = model.layout
         capacity = pool.pages * self.layout.page_tokens
+        self.vocab_size = model.vocab_size
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
@@ -58,6 +65,8 @@ class EmbeddedEngine:
         self._prefix_cache = prefix_cache
         self._namespace = bytes.fromhex(self.layout.fingerprint)
         self._sequences: dict[str, EngineSequence] = {}
+        # The live choices of each request for several, once its prompt is computed.
+        self._families: dict[str, list[EngineSequence]] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
         self._outputs: list[StepOutput] = []
@@ -75,7 +84,7 @@ class EmbeddedEngine:
         prefill_only: bool = False,
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
-        self._check_prompt(sequence_id, tokens)
+        self._check(sequence_id, tokens, sampling)
         self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only))
 
     def resume(
@@ -84,13 +93,18 @@ class EmbeddedEngine:
         tokens: npt.NDArray[np.uint32],
         sampling: Sampling,
         *,
-        first_token: int,
+        first_tokens: Mapping[int, int],
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
-        self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,))
-        if not self._finished_before(sequence):
-            self._queue(sequence)
+        self._check(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling)
+        if sequence.to_branch:
+            sequence.firsts = first_tokens
+        else:
+            sequence.append(first_tokens[0])
+            if self._finished_before(sequence):
+                return
+        self._queue(sequence)
 
     def adopt(
         self,
@@ -99,12 +113,12 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         owner: str,
-        first_token: int,
+        first_tokens: Mapping[int, int],
         cached_tokens: int,
     ) -> None:
         """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
-        self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,))
+        self._check(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling)
         sequence.cached_tokens = cached_tokens
         pages = self._pool.pages_of(owner)
         if len(pages) != self.layout.pages_for(len(tokens)):
@@ -115,20 +129,29 @@ class EmbeddedEngine:
         if used:
             # Whatever else came with the last page must not reach attention, not even times zero.
             self._memory[pages[-1], :, :, used:] = 0
-        if self._finished_before(sequence):
-            self._pool.release(sequence_id)
-            return
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
         self._index(sequence)
+        if sequence.to_branch:
+            self._branch(sequence, first_tokens)
+        else:
+            sequence.append(first_tokens[0])
+            if self._finished_before(sequence):
+                self._drop(sequence)
 
-    def abort(self, sequence_id: str) -> None:
-        """Drop a sequence in any state and free its pages; unknown ids are ignored."""
+    def abort(self, sequence_id: str, choice: int | None = None) -> None:
+        """Drop a sequence in any state and free its pages, or drop one choice; unknown ids are ignored."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is not None:
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
-            self._drop(sequence)
+        if sequence is not None and sequence.to_branch and choice is not None:
+            sequence.closed.add(choice)
+            if len(sequence.closed) < sequence.sampling.n:
+                return
+        family = [sequence] if sequence is not None else list(self._families.get(sequence_id, ()))
+        for one in family:
+            if choice is None or one.to_branch or one.choice == choice:
+                if one in self._waiting:
+                    self._waiting.remove(one)
+                self._drop(one)
 
     def release(self, sequence_id: str) -> None:
         """Free the pages of a finished prefill-only sequence; the same as `abort` for any other."""
@@ -164,6 +187,7 @@ class EmbeddedEngine:
                 [Pending(s.sequence_id, s.remaining) for s in self._running], token_budget=self._token_budget
             )
         )
+        turns = [self._cut(turn) for turn in turns]
         if turns:
             self._run(turns)
         outputs, self._outputs = self._outputs, []
@@ -171,8 +195,9 @@ class EmbeddedEngine:
 
     # --- queue ----------------------------------------------------------------------------------------------------
 
-    def _check_prompt(self, sequence_id: str, tokens: npt.NDArray[np.uint32]) -> None:
-        if sequence_id in self._sequences:
+    def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
+        check_sampling(sampling, self.vocab_size)
+        if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
         if len(tokens) == 0:
             raise BadRequest("the prompt is empty", param="prompt")
@@ -182,8 +207,8 @@ class EmbeddedEngine:
                 f"(max_model_len {self.max_model_len}, and one token of answer)",
                 param="prompt",
             )
-        if int(tokens.max()) >= self._model.vocab_size:
-            raise BadRequest(f"token ids must be below {self._model.vocab_size}", param="prompt")
+        if int(tokens.max()) >= self.vocab_size:
+            raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
 
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
@@ -196,6 +221,48 @@ class EmbeddedEngine:
         if reason is not None:
             self._outputs.append(sequence.output(finish_reason=reason))
         return reason is not None
+
+    def _branch(self, parent: EngineSequence, firsts: Mapping[int, int]) -> None:
+        """The prompt is computed: go on with one sequence for each choice, over the same pages.
+
+        A choice for which there is no seat or page waits, and is computed anew, like a preempted one.
+        """
+        going: list[EngineSequence] = []
+        for one in parent.branch(firsts):
+            if not self._finished_before(one):
+                going.append(one)
+                self._sequences[one.sequence_id] = one
+        del self._sequences[parent.sequence_id]
+        place = self._running.index(parent)
+        self._running.remove(parent)
+        if not going:
+            self._pool.release(parent.sequence_id)
+            return
+        self._families[parent.request_id] = list(going)
+        started, late = going[:1], list[EngineSequence]()
+        for one in going[1:]:
+            seats = self._max_num_seqs - len(self._running) - len(started)
+            (started if seats > 0 and self._share_pages(parent, one) else late).append(one)
+        self._pool.rename(parent.sequence_id, going[0].sequence_id)
+        going[0].pages, going[0].indexed = parent.pages, parent.indexed
+        self._running[place:place] = started
+        for one in late:
+            one.restart()
+        self._waiting.extendleft(reversed(late))
+        self._stuck = None
+
+    def _share_pages(self, parent: EngineSequence, one: EngineSequence) -> bool:
+        """Let `one` read the full pages of `parent`, and write a copy of the last one. False when no page is left."""
+        full = parent.computed // self.layout.page_tokens
+        try:
+            own = self._new_pages(one, len(parent.pages) - full)
+        except NoPages:
+            return False
+        if own:
+            self._memory[own[0]].copy_(self._memory[parent.pages[full]])
+        self._pool.fork(parent.sequence_id, one.sequence_id, parent.pages[:full])
+        one.pages, one.indexed = parent.pages[:full] + own, full
+        return True
 
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
@@ -225,7 +292,7 @@ class EmbeddedEngine:
         """Pages for all tokens so far: cached ones for the longest known prefix, new ones for the rest."""
         page_tokens = self.layout.page_tokens
         cached: list[int] = []
-        if self._prefix_cache:
+        if self._prefix_cache and not sequence.wants_prompt_logprobs:
             # At least one token is left to compute: something must give the next token's logits.
             full = (len(sequence.tokens) - 1) // page_tokens
             keys = sequence.page_keys(self._namespace, page_tokens, full)
@@ -279,42 +346,45 @@ class EmbeddedEngine:
         sequence.restart()
         self._waiting.appendleft(sequence)
 
+    def _cut(self, turn: Turn) -> Turn:
+        """Logits of a whole prompt are large: where they are wanted, few tokens at a time."""
+        if self._sequences[turn.sequence_id].wants_prompt_logprobs:
+            return turn._replace(tokens=min(turn.tokens, _LOGITS_CHUNK))
+        return turn
+
     def _run(self, turns: list[Turn]) -> None:
-        batch = [self._sequences[turn.sequence_id] for turn in turns]
-        counts = [turn.tokens for turn in turns]
-        tokens: list[int] = []
-        slices: list[Slice] = []
-        wanted: list[int] = []
-        sampled: list[EngineSequence] = []
-        for sequence, count in zip(batch, counts, strict=True):
-            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
-            slices.append(Slice(sequence.pages, sequence.computed, count))
-            if count == sequence.remaining:
-                wanted.append(len(tokens) - 1)
-                sampled.append(sequence)
-        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted)
-        for sequence, count in zip(batch, counts, strict=True):
+        parts = [(self._sequences[turn.sequence_id], turn.tokens) for turn in turns]
+        batch = Batch(parts)
+        logits = self._model.forward(self._memory, np.asarray(batch.tokens), batch.slices, batch.wanted)
+        for sequence, logprobs in batch.prompt_logprobs(logits):
+            self._outputs.append(sequence.output(prompt_logprobs=logprobs))
+        for sequence, count in parts:
             sequence.computed += count
             self._index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
-        if sampled:
-            # The position of a token is the number of tokens before it, wherever those were computed.
-            drawn = sample(logits, [(s.sampling, len(s.tokens)) for s in sampled])
-            for sequence, choice in zip(sampled, drawn, strict=True):
-                if choice is None:
-                    self._fail(sequence, "the model gave logits that are not numbers")
-                else:
-                    self._emit(sequence, *choice)
+        for sequence, drawn in batch.draw(logits):
+            if isinstance(drawn, str):
+                self._fail(sequence, drawn)
+            elif sequence.firsts is not None:
+                self._branch(sequence, sequence.firsts)
+            else:
+                self._emit(sequence, drawn)
 
-    def _emit(self, sequence: EngineSequence, token: int, logprob: Any) -> None:
-        sequence.tokens.append(token)
-        sequence.emitted += 1
-        reason = sequence.finish_reason(self.max_model_len)
-        self._outputs.append(sequence.output(token, reason, logprob))
+    def _emit(self, sequence: EngineSequence, drawn: list[Drawn]) -> None:
+        """Tell the next token of the sequence, or the first ones of its choices."""
+        going: dict[int, int] = {}
+        for choice, token, logprob in drawn:
+            choice.append(token)
+            reason = choice.finish_reason(self.max_model_len)
+            self._outputs.append(choice.output(token, reason, logprob))
+            if reason is None:
+                going[choice.choice] = token
         if sequence.prefill_only:
             self._running.remove(sequence)
-        elif reason is not None:
+        elif sequence.to_branch:
+            self._branch(sequence, going)
+        elif not going:
             self._drop(sequence)
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
@@ -335,6 +405,11 @@ class EmbeddedEngine:
 
     def _drop(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence.sequence_id]
+        family = self._families.get(sequence.request_id, [])
+        if sequence in family:
+            family.remove(sequence)
+            if not family:
+                del self._families[sequence.request_id]
         if sequence in self._running:
             self._running.remove(sequence)
         self._pool.release(sequence.sequence_id)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,7 +19,10 @@ __all__ = ["Request", "grant_in_turn"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room."""
+    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
+
+    `open`: the choices that have not ended.
+    """
 
     submit: Submit
     tokens: npt.NDArray[np.uint32]
@@ -28,6 +31,10 @@ class Request:
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.open.update(range(self.submit.sampling.n))
 
     @property
     def id(self) -> str:

@@ -28,6 +28,7 @@ class FakeEngine:
     layout = LAYOUT
     max_model_len = 64
     has_work = False
+    vocab_size = 100
 
     def __init__(self) -> None:
         self.adopted: list[str] = []
