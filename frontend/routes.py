@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.chatting import ChatRules, schema_of_calls
 from kvrail.frontend.choices import Choice, Prompted, merged, number, pieces_of, whole
+from kvrail.frontend.deadline import in_time
 from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
@@ -163,6 +164,7 @@ def openai_routes(
         now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
             started=now,
+            trace={"traceparent": trace} if (trace := request.headers.get("traceparent")) else {},
             deadline=None if most_s is None else now + most_s,
             request_id=f"{request_id(request)}.{place}" if place else request_id(request),
             api=api,
@@ -183,7 +185,7 @@ def openai_routes(
             for job, markers, echo in prompts
         ]
         usage = number(prompted, running_usage=body.continuous_usage)
-        pieces = merged([pieces_of(one, dispatcher.run(one.job)) for one in prompted])
+        pieces = merged([pieces_of(one, in_time(one.job, dispatcher.run(one.job))) for one in prompted])
         async with until_disconnect(request.receive):
             first = await anext(pieces)
         forms = [choice.form for one in prompted for choice in one.choices]

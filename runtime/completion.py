@@ -36,7 +36,7 @@ from kvrail.runtime.messages import (
     ToFront,
     ToRank,
 )
-from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.rank_stats import completion_counters, pool_gauges
 from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
@@ -441,8 +441,8 @@ class Completion:
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
         gauges["requests_open"] = len(self._requests)
         gauges["requests_without_room"] = len(self._waiting)
-        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
-        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+        counters = completion_counters(self._counters, self._receiver.counters)
+        return Stats(steps=steps, gauges=dict(gauges), counters=counters, links=self._board.counters())
 
 
 def _going_on(request: Request, hand_off: HandOff) -> dict[int, int]:
