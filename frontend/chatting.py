@@ -33,9 +33,7 @@ class ChatRules:
             return
         if not self._takes_tools:
             raise BadRequest("tools: the chat template of this model has no place for tools", param="tools")
-        if _is_forced(body):
-            raise BadRequest('tool_choice: only "auto" and "none" are supported', param="tool_choice")
-        if self._format is None:
+        if self._format is None and not _is_forced(body):
             raise BadRequest(
                 "tools: how this model writes tool calls is not known; the server needs --tool-call-parser",
                 param="tools",
@@ -43,7 +41,8 @@ class ChatRules:
 
     def reading(self, body: ChatRequest, tail: str) -> Reading:
         """How the answer to `body` is read, whose prompt ends with `tail`."""
-        marks = self._marks
+        # A grammar holds from the first token on: no thinking comes before.
+        marks = None if body.prescribed else self._marks
         if marks is not None and tail.rstrip().endswith(marks.end):
             marks = None  # the template has thought for the model: what comes is the answer
         reading = Reading(

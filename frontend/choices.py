@@ -76,9 +76,8 @@ async def pieces_of(
             if piece.finish_reason is not None:
                 going.discard(output.choice)
                 if not going:
-                    if output.finish_reason is None:
-                        # A stop string: the engine does not know it, and is told by the closing.
-                        job.outcome = "stop"
+                    # Behind a stop string, which the engine does not know, the closing tells it.
+                    job.outcome = piece.finish_reason
                     last = (choice, piece)
                     break
                 if output.finish_reason is None:

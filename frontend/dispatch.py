@@ -279,6 +279,8 @@ class _Note:
         now = time.monotonic()
         count = len(output.tokens) // 4
         self._route = output.route
+        if output.prompt_logprobs:
+            return
         if self._first_s is None:
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
@@ -291,8 +293,6 @@ class _Note:
         self._last[output.choice] = now
         self._tokens += count
         self._cached = output.cached_tokens
-        if output.finish_reason is not None:
-            self.outcome = output.finish_reason
 
     @property
     def _ended(self) -> float:

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
-from kvrail.frontend.sampling_fields import MOST_LOGPROBS, SamplingFields
+from kvrail.frontend.sampling_fields import MOST_LOGPROBS
+from kvrail.frontend.structured import StructuredFields
 from kvrail.frontend.template import Conversation
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest"]
@@ -56,7 +57,7 @@ class _StreamOptions(Shape):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(StructuredFields):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -92,7 +93,6 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[Any, _neutral({"type": "text"})] = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:

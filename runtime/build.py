@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.grammar import Grammars, tokenizer_text
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.prefilling import Prefilling
@@ -90,6 +92,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
         pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
+        stack.callback(grammars.close)
         engine = EmbeddedEngine(
             model,
             pool,
@@ -97,6 +101,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            grammars=grammars,
         )
         stack.callback(engine.close)
         links: Links | None = None

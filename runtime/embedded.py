@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from kvrail.runtime.batch import Batch, Drawn
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
+from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
 from kvrail.runtime.sampling import check_sampling
@@ -33,13 +35,16 @@ __all__ = ["EmbeddedEngine"]
 
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
+# Nothing else is to be done meanwhile, but messages and links want to be heard.
+_GRAMMAR_WAIT_S = 0.005
 
 
 class EmbeddedEngine:
     """Implements engine_protocol.Engine on one CPU.
 
     `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine.
-    `max_model_len` is cut to what the model and the pool can hold.
+    `grammars`: None where answers are not to follow any. `max_model_len` is cut to what the model and the pool can
+    hold.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class EmbeddedEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.layout = model.layout
         capacity = pool.pages * self.layout.page_tokens
@@ -63,6 +69,7 @@ class EmbeddedEngine:
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
         self._prefix_cache = prefix_cache
+        self._grammars = grammars
         self._namespace = bytes.fromhex(self.layout.fingerprint)
         self._sequences: dict[str, EngineSequence] = {}
         # The live choices of each request for several, once its prompt is computed.
@@ -85,7 +92,7 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check(sequence_id, tokens, sampling)
-        self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only))
+        self._queue(self._new(sequence_id, tokens, sampling, prefill_only=prefill_only))
 
     def resume(
         self,
@@ -97,7 +104,7 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling)
+        sequence = self._new(sequence_id, tokens, sampling)
         if sequence.to_branch:
             sequence.firsts = first_tokens
         else:
@@ -118,7 +125,7 @@ class EmbeddedEngine:
     ) -> None:
         """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling)
+        sequence = self._new(sequence_id, tokens, sampling)
         sequence.cached_tokens = cached_tokens
         pages = self._pool.pages_of(owner)
         if len(pages) != self.layout.pages_for(len(tokens)):
@@ -184,7 +191,8 @@ class EmbeddedEngine:
         self._admit()
         turns = self._with_pages(
             plan_step(
-                [Pending(s.sequence_id, s.remaining) for s in self._running], token_budget=self._token_budget
+                [Pending(s.sequence_id, s.remaining) for s in self._compiled()],
+                token_budget=self._token_budget,
             )
         )
         turns = [self._cut(turn) for turn in turns]
@@ -197,6 +205,8 @@ class EmbeddedEngine:
 
     def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
         check_sampling(sampling, self.vocab_size)
+        if sampling.grammar and self._grammars is None:
+            raise BadRequest("this engine has no grammars", param="response_format")
         if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
         if len(tokens) == 0:
@@ -209,6 +219,19 @@ class EmbeddedEngine:
             )
         if int(tokens.max()) >= self.vocab_size:
             raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
+
+    def _new(
+        self,
+        sequence_id: str,
+        tokens: npt.NDArray[np.uint32],
+        sampling: Sampling,
+        *,
+        prefill_only: bool = False,
+    ) -> EngineSequence:
+        sequence = EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only)
+        if sampling.grammar and self._grammars is not None:
+            sequence.compiling = self._grammars.begin(sampling.grammar, sampling.eos_ids)
+        return sequence
 
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
@@ -345,6 +368,16 @@ class EmbeddedEngine:
         self._pool.release(chosen)
         sequence.restart()
         self._waiting.appendleft(sequence)
+
+    def _compiled(self) -> list[EngineSequence]:
+        """Running sequences whose grammars are there. When there are none, wait for one, but only for a moment."""
+        waited = [s.compiling for s in self._running if s.compiling is not None and not s.ready]
+        if waited and len(waited) == len(self._running):
+            wait(waited, timeout=_GRAMMAR_WAIT_S, return_when=FIRST_COMPLETED)
+        for sequence in [s for s in self._running if s.compiling is not None and s.ready]:
+            if (fault := sequence.compiling and sequence.compiling.exception()) is not None:
+                self._fail(sequence, str(fault))
+        return [sequence for sequence in self._running if sequence.ready]
 
     def _cut(self, turn: Turn) -> Turn:
         """Logits of a whole prompt are large: where they are wanted, few tokens at a time."""
