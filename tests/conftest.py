@@ -5,6 +5,13 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 # A child inherits what is ignored here, and then no test could stop it by ctrl-C or a hang-up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Clients that are too heavy for this environment may live in another."""
+    parser.addoption("--litellm-python", help="Python of an environment with litellm, for its tests")
