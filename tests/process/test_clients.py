@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
 from pydantic import BaseModel
 
 from kit.answering import TEMPLATE
 from kit.cluster import serving, wait_until
+from kit.fuzzing import BODIES, CALM
 from kit.split import MODEL, Split, start_split, wait_for_links
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
+CHAT = "/v1/chat/completions"
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
 
@@ -159,6 +162,27 @@ def test_async_clients_and_nothing_held(split: Split) -> None:
         assert httpx.post(f"{split.ce.url}/v1/chat/completions", json=body, timeout=30).status_code == 400
     for server in (split.ce, split.pe):
         wait_until(lambda one=server: one.metric("kvrail_pages_held") == 0, 30, "no page is held", server)  # type: ignore[misc]
+
+
+def test_bodies_that_are_nearly_right(split: Split) -> None:
+    limits = {"/v1/responses": "max_output_tokens", "/v1/completions": "max_tokens", CHAT: "max_tokens"}
+
+    @settings(CALM, max_examples=80)
+    @given(BODIES)
+    def ask(case: tuple[str, dict[str, Any]]) -> None:
+        path, body = case
+        if path in limits:
+            body = {limits[path]: 3, **body}  # or it would talk to the end of its context
+        data = json.dumps(body).encode()
+        response = split.ce.http.post(
+            path, content=data, headers={"content-type": "application/json"}, timeout=60
+        )
+        assert response.status_code < 500, response.text
+
+    ask()
+    for server in (split.ce, split.pe):
+        wait_until(lambda one=server: one.metric("kvrail_pages_held") == 0, 30, "no page is held", server)  # type: ignore[misc]
+        assert server.process.poll() is None
 
 
 LITELLM = """
