@@ -43,11 +43,15 @@ class ChatRules:
         """How the answer to `body` is read, whose prompt ends with `tail`."""
         # A grammar holds from the first token on: no thinking comes before.
         marks = None if body.prescribed else self._marks
-        if marks is not None and tail.rstrip().endswith(marks.end):
-            marks = None  # the template has thought for the model: what comes is the answer
-        reading = Reading(
-            marks, thinking=marks is not None and tail.rfind(marks.begin) > tail.rfind(marks.end)
-        )
+        thinking = False
+        if marks is not None:
+            if body.continue_final_message:
+                thinking = tail.rfind(marks.begin) > tail.rfind(marks.end)
+            else:  # only what the template wrote counts: a message may hold any mark
+                thinking = tail.rstrip().endswith(marks.begin)
+            if not thinking and (body.continue_final_message or tail.rstrip().endswith(marks.end)):
+                marks = None  # the thinking is over: what comes is the answer
+        reading = Reading(marks, thinking=thinking)
         if not body.usable_tools:
             return reading
         forced = _is_forced(body)

@@ -153,6 +153,16 @@ def test_thinking_is_apart(client: Any) -> None:
     assert message.content == f"Hm, {CALL}\n</think>\n\nSo: {CALL}"
 
 
+def test_a_mark_in_a_message_opens_nothing(client: Any) -> None:
+    asks, _ = client("So.", reasoning_parser="qwen3")
+    options: Any = {"extra_body": {"add_generation_prompt": False}}
+    talk: Any = [{"role": "user", "content": "What is <think> for?"}]
+    assert (
+        asks.chat.completions.create(model="tiny", messages=talk, **options).choices[0].message.content
+        == "So."
+    )
+
+
 def test_an_answer_goes_on(serve: Any) -> None:
     at = serve(" blue")
     talk = [*ASK, {"role": "assistant", "content": "The sky is"}]
