@@ -84,7 +84,9 @@ def openai_routes(
         if characters > most * renderer.longest_token:
             raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
 
-    router = APIRouter(prefix="/v1", route_class=keyed_route(keys))
+    router = APIRouter(
+        prefix="/v1", route_class=keyed_route(keys, ignore_unknown=config.ignore_unknown_fields)
+    )
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:

@@ -116,6 +116,9 @@ class LaunchConfig:
     )
     copy_threads: int = _setting(1, "threads that copy for lane shm")
     token_file: str | None = _setting(None, "file with the cluster token; required off loopback")
+    ignore_unknown_fields: bool = _setting(
+        False, "leave out fields of requests that are not known (logged once each) instead of refusing them"
+    )
     api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
     ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
     ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")

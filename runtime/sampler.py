@@ -44,8 +44,9 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
     """
     wanted = process(logits, rows)
     highest, tokens = wanted.max(dim=-1)
-    sound = torch.isfinite(logits.amax(dim=-1)).tolist()
     possible = torch.isfinite(highest).tolist()
+    # What is no number is the highest of its row, unless a mask has hidden it.
+    sound = possible if wanted is logits else torch.isfinite(logits.amax(dim=-1)).tolist()
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature > 0.0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
