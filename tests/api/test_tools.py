@@ -195,8 +195,8 @@ def test_the_official_client_s_pydantic_tools(client: Any) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_forced_calls(client: Any, choice: Any) -> None:
     """A grammar makes the model call: the arguments alone when a function is named, else a list of calls."""
-    arguments = '{"city": "Rom"}'
-    said = arguments if isinstance(choice, dict) else f'[{{"name": "weather", "parameters": {arguments}}}]'
+    arguments = '{"city":"Rom"}'
+    said = arguments if isinstance(choice, dict) else f'[{{"name":"weather","parameters":{arguments}}}]'
     asks, at = client(said)
     options: Any = {"model": "tiny", "messages": ASK, "tools": [WEATHER], "tool_choice": choice}
     answer = asks.chat.completions.create(**options).choices[0]
