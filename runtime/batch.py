@@ -48,7 +48,7 @@ class Batch:
             if sequence.wants_prompt_logprobs:
                 self._note(sequence, count)
             self.tokens += sequence.tokens[start : start + count]
-            self.slices.append(Slice(sequence.pages, start, count))
+            self.slices.append(Slice(sequence.pages, start, count, sequence.state_slot))
             if count == sequence.remaining:
                 self._ends.append((sequence, len(self.wanted)))
                 self.wanted.append(len(self.tokens) - 1)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
-from kvrail.runtime.handing_over import damage_of, fault_of_hand_off
+from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
     Abort,
@@ -340,7 +340,7 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(request.link, **counts_of(landed))
         fault = damage_of(landed, self._pools, self._counters)
         if fault:
             _log.error("request %s: %s", request.id, fault)

@@ -17,15 +17,18 @@ from urllib.parse import urlsplit
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
+    "Attention",
     "LaunchConfig",
     "child_environment",
     "environment",
     "is_loopback",
+    "keep_compiled_attention",
     "rank_environment",
     "ucx_overrides",
 ]
 
 Role = Literal["pe", "ce", "single"]
+Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
 
 
@@ -58,9 +61,16 @@ class LaunchConfig:
     )
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
-    kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
+    kv_memory_gb: float | None = _setting(None, "GiB for pages and state slots (default: 1 on a CPU host)")
+    state_slots: int | None = _setting(
+        None,
+        "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
+    )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
+    attention: Literal["auto", "flashinfer", "torch"] = _setting(
+        "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
+    )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
@@ -171,6 +181,10 @@ class LaunchConfig:
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
+        _require(
+            self.state_slots is None or 1 <= self.state_slots < 2**31,
+            "--state-slots must be at least 1 and below 2^31",
+        )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
@@ -207,6 +221,10 @@ class LaunchConfig:
             f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
         _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
+        _require(
+            self.attention in ("auto", "flashinfer", "torch"),
+            f"--attention {self.attention}: must be auto, flashinfer or torch",
+        )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
@@ -315,6 +333,14 @@ def rank_environment() -> dict[str, str]:
     if os.environ.get("OMP_WAIT_POLICY"):
         return child_environment()
     return child_environment(GOMP_SPINCOUNT="2000")
+
+
+def keep_compiled_attention(folder: Path) -> None:
+    """Have FlashInfer keep the kernels that it compiles under `folder`, unless the user has said where.
+
+    Works until FlashInfer is imported: it reads the variable then.
+    """
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
 
 
 def ucx_overrides() -> dict[str, str]:

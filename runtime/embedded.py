@@ -5,11 +5,13 @@ A sequence is waiting (no pages), running (pages for all its tokens; prefilling 
 prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
 computed again later; a prefill-only sequence never does, because its pages may be on their way already.
 
-Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over shared pages.
+Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over shared pages. On a GPU
+a step that samples nothing returns while its work is still queued.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -20,19 +22,22 @@ import numpy.typing as npt
 import torch
 
 from kvrail.runtime.batch import Batch, Drawn
+from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Sampling
-from kvrail.runtime.model import PagedModel, pool_tensor
+from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
+from kvrail.runtime.sequence_memory import SequenceMemory
 from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
 
+_log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
 # Nothing else is to be done meanwhile, but messages and links want to be heard.
@@ -40,11 +45,12 @@ _GRAMMAR_WAIT_S = 0.005
 
 
 class EmbeddedEngine:
-    """Implements engine_protocol.Engine on one CPU.
+    """Implements engine_protocol.Engine on one CPU or GPU: the model's.
 
-    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine.
-    `grammars`: None where answers are not to follow any. `max_model_len` is cut to what the model and the pool can
-    hold.
+    `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
+    outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
+    sliding-window layers need. `grammars`: None where answers are not to follow any.
+    `max_model_len` is cut to what the model and the pool can hold.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class EmbeddedEngine:
         pool: PagePool,
         memory: Any,
         *,
+        state_memory: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -60,17 +67,27 @@ class EmbeddedEngine:
         grammars: Grammars | None = None,
     ) -> None:
         self.layout = model.layout
-        capacity = pool.pages * self.layout.page_tokens
         self.vocab_size = model.vocab_size
+        if bool(self.layout.state_bytes) != bool(pool.state_slots and state_memory is not None):
+            raise ValueError(
+                f"{pool.state_slots} state slots for a model with {self.layout.state_bytes} bytes of state"
+            )
+        capacity = pool.pages * self.layout.page_tokens if self.layout.layers else model.max_model_len
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
-        self._memory = pool_tensor(memory, pool.pages, self.layout)
+        self._compute = Compute(model.device)
+        self._memory = SequenceMemory(
+            pool,
+            self.layout,
+            pool_tensor(memory, pool.pages, self.layout),
+            ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None,
+            self._compute,
+            prefix_cache=prefix_cache,
+        )
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
-        self._prefix_cache = prefix_cache
         self._grammars = grammars
-        self._namespace = bytes.fromhex(self.layout.fingerprint)
         self._sequences: dict[str, EngineSequence] = {}
         # The live choices of each request for several, once its prompt is computed.
         self._families: dict[str, list[EngineSequence]] = {}
@@ -92,7 +109,10 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check(sequence_id, tokens, sampling)
-        self._queue(self._new(sequence_id, tokens, sampling, prefill_only=prefill_only))
+        sequence = EngineSequence(
+            sequence_id, tokens, sampling, prefill_only=prefill_only, grammars=self._grammars
+        )
+        self._queue(sequence)
 
     def resume(
         self,
@@ -104,7 +124,7 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check(sequence_id, tokens, sampling)
-        sequence = self._new(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
         if sequence.to_branch:
             sequence.firsts = first_tokens
         else:
@@ -123,22 +143,14 @@ class EmbeddedEngine:
         first_tokens: Mapping[int, int],
         cached_tokens: int,
     ) -> None:
-        """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
+        """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = self._new(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
         sequence.cached_tokens = cached_tokens
-        pages = self._pool.pages_of(owner)
-        if len(pages) != self.layout.pages_for(len(tokens)):
-            raise ValueError(f"{owner} holds {len(pages)} pages, not those of {len(tokens)} tokens")
-        self._pool.rename(owner, sequence_id)
-        sequence.pages, sequence.computed = pages, len(tokens)
-        used = len(tokens) % self.layout.page_tokens
-        if used:
-            # Whatever else came with the last page must not reach attention, not even times zero.
-            self._memory[pages[-1], :, :, used:] = 0
+        self._memory.adopt(sequence, owner)
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
-        self._index(sequence)
+        self._memory.index(sequence)
         if sequence.to_branch:
             self._branch(sequence, first_tokens)
         else:
@@ -171,7 +183,12 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
-        self._memory = torch.empty(0)
+        self._memory.close()
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None on a CPU."""
+        return self._compute.stream
 
     @property
     def has_work(self) -> bool:
@@ -220,19 +237,6 @@ class EmbeddedEngine:
         if int(tokens.max()) >= self.vocab_size:
             raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
 
-    def _new(
-        self,
-        sequence_id: str,
-        tokens: npt.NDArray[np.uint32],
-        sampling: Sampling,
-        *,
-        prefill_only: bool = False,
-    ) -> EngineSequence:
-        sequence = EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only)
-        if sampling.grammar and self._grammars is not None:
-            sequence.compiling = self._grammars.begin(sampling.grammar, sampling.eos_ids)
-        return sequence
-
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
         self._waiting.append(sequence)
@@ -259,37 +263,25 @@ class EmbeddedEngine:
         place = self._running.index(parent)
         self._running.remove(parent)
         if not going:
-            self._pool.release(parent.sequence_id)
+            self._memory.release(parent)
             return
         self._families[parent.request_id] = list(going)
         started, late = going[:1], list[EngineSequence]()
         for one in going[1:]:
             seats = self._max_num_seqs - len(self._running) - len(started)
-            (started if seats > 0 and self._share_pages(parent, one) else late).append(one)
-        self._pool.rename(parent.sequence_id, going[0].sequence_id)
-        going[0].pages, going[0].indexed = parent.pages, parent.indexed
+            (started if seats > 0 and self._memory.share(parent, one) else late).append(one)
+        self._memory.inherit(parent, going[0])
         self._running[place:place] = started
         for one in late:
             one.restart()
         self._waiting.extendleft(reversed(late))
         self._stuck = None
 
-    def _share_pages(self, parent: EngineSequence, one: EngineSequence) -> bool:
-        """Let `one` read the full pages of `parent`, and write a copy of the last one. False when no page is left."""
-        full = parent.computed // self.layout.page_tokens
-        try:
-            own = self._new_pages(one, len(parent.pages) - full)
-        except NoPages:
-            return False
-        if own:
-            self._memory[own[0]].copy_(self._memory[parent.pages[full]])
-        self._pool.fork(parent.sequence_id, one.sequence_id, parent.pages[:full])
-        one.pages, one.indexed = parent.pages[:full] + own, full
-        return True
-
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
-        return (head, self._pool.available, self._pool.owned, len(self._running), len(self._sequences))
+        pool = self._pool
+        held = (pool.available, pool.owned, pool.free_states)
+        return (head, *held, len(self._running), len(self._sequences))
 
     def _admit(self) -> None:
         """Move waiting sequences into the batch while there are seats, tokens in the budget, and pages."""
@@ -298,7 +290,9 @@ class EmbeddedEngine:
             budget = max(budget, LEAST_CHUNK)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
-            if not self._take_pages(sequence):
+            # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
+            reserve = sum(not s.prefill_only for s in self._running)
+            if not self._memory.place(sequence, reserve):
                 if self._hopeless():
                     self._waiting.popleft()
                     self._fail(
@@ -311,61 +305,34 @@ class EmbeddedEngine:
             self._running.append(sequence)
             budget -= sequence.remaining
 
-    def _take_pages(self, sequence: EngineSequence) -> bool:
-        """Pages for all tokens so far: cached ones for the longest known prefix, new ones for the rest."""
-        page_tokens = self.layout.page_tokens
-        cached: list[int] = []
-        if self._prefix_cache and not sequence.wants_prompt_logprobs:
-            # At least one token is left to compute: something must give the next token's logits.
-            full = (len(sequence.tokens) - 1) // page_tokens
-            keys = sequence.page_keys(self._namespace, page_tokens, full)
-            cached = self._pool.match(sequence.sequence_id, keys)
-        missing = self.layout.pages_for(len(sequence.tokens)) - len(cached)
-        # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
-        if missing > self._pool.available - sum(not s.prefill_only for s in self._running):
-            self._pool.release(sequence.sequence_id)
-            return False
-        sequence.pages = cached + self._new_pages(sequence, missing)
-        sequence.indexed = len(cached)
-        sequence.computed = len(cached) * page_tokens
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-        return True
-
-    def _new_pages(self, sequence: EngineSequence, count: int) -> list[int]:
-        pages = self._pool.allocate(sequence.sequence_id, count)
-        # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
-        self._memory.index_fill_(0, torch.tensor(pages, dtype=torch.int64), 0)
-        return pages
-
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
 
         What is in quarantine comes back in a moment, or never: how long to wait for it is the caller's to say.
         """
         pool = self._pool
-        return not self._running and pool.owned == pool.shared == pool.quarantined == 0
+        held = pool.owned + pool.shared + pool.quarantined + pool.state_slots - pool.free_states
+        return not self._running and held == 0
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def _with_pages(self, turns: list[Turn]) -> list[Turn]:
         """The turns that have pages for their tokens, after growth and, where it must be, preemption."""
         for turn in turns:
-            while (sequence := self._sequences[turn.sequence_id]).pages:
-                missing = self.layout.pages_for(sequence.computed + turn.tokens) - len(sequence.pages)
+            while (sequence := self._sequences[turn.sequence_id]).placed:
                 try:
-                    sequence.pages += self._new_pages(sequence, missing) if missing > 0 else []
+                    self._memory.grow(sequence, sequence.computed + turn.tokens)
                     break
                 except NoPages:
                     self._preempt_one()
-        return [turn for turn in turns if self._sequences[turn.sequence_id].pages]
+        return [turn for turn in turns if self._sequences[turn.sequence_id].placed]
 
     def _preempt_one(self) -> None:
         chosen = victim([(s.sequence_id, not s.prefill_only) for s in self._running])
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._pool.release(chosen)
+        self._memory.release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
@@ -388,21 +355,61 @@ class EmbeddedEngine:
     def _run(self, turns: list[Turn]) -> None:
         parts = [(self._sequences[turn.sequence_id], turn.tokens) for turn in turns]
         batch = Batch(parts)
-        logits = self._model.forward(self._memory, np.asarray(batch.tokens), batch.slices, batch.wanted)
-        for sequence, logprobs in batch.prompt_logprobs(logits):
+        before = [sequence.computed for sequence, _ in parts]
+        try:
+            with self._compute.queue() as number:
+                for sequence, _ in parts:
+                    sequence.queued = number
+                logits = self._model.forward(
+                    self._memory.pages,
+                    np.asarray(batch.tokens),
+                    batch.slices,
+                    batch.wanted,
+                    self._memory.rings,
+                )
+                for sequence, count in parts:
+                    sequence.computed += count
+                drawn = batch.draw(logits)
+                noted = batch.prompt_logprobs(logits)
+        except torch.OutOfMemoryError:
+            for (sequence, _), computed in zip(parts, before, strict=True):
+                sequence.computed = computed
+            self._shrink(parts)
+            return
+        # Whatever came back was behind all of it.
+        if noted or any(found for _, found in drawn):
+            self._compute.waited()
+        else:
+            self._compute.pace()
+        for sequence, logprobs in noted:
             self._outputs.append(sequence.output(prompt_logprobs=logprobs))
-        for sequence, count in parts:
-            sequence.computed += count
-            self._index(sequence)
+        for sequence, _ in parts:
+            self._memory.index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
-        for sequence, drawn in batch.draw(logits):
-            if isinstance(drawn, str):
-                self._fail(sequence, drawn)
+        for sequence, found in drawn:
+            if isinstance(found, str):
+                self._fail(sequence, found)
             elif sequence.firsts is not None:
                 self._branch(sequence, sequence.firsts)
             else:
-                self._emit(sequence, drawn)
+                self._emit(sequence, found)
+
+    def _shrink(self, parts: list[tuple[EngineSequence, int]]) -> None:
+        """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
+
+        Nothing has been counted as computed, so the same tokens come again.
+        """
+        torch.cuda.empty_cache()
+        counts = [count for _, count in parts]
+        remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
+        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
+            self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
+            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+        else:
+            _log.error("%s (the youngest sequence of the batch fails)", told)
+            self._fail(parts[-1][0], told)
 
     def _emit(self, sequence: EngineSequence, drawn: list[Drawn]) -> None:
         """Tell the next token of the sequence, or the first ones of its choices."""
@@ -422,19 +429,10 @@ class EmbeddedEngine:
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
         self._outputs.append(sequence.output(finish_reason="abort", error=why))
-        if sequence.prefill_only and sequence.pages:
+        if sequence.prefill_only and sequence.placed:
             self._running.remove(sequence)
         else:
             self._drop(sequence)
-
-    def _index(self, sequence: EngineSequence) -> None:
-        """Offer pages that have become full to the prefix cache. They are never written again."""
-        full = sequence.computed // self.layout.page_tokens
-        if self._prefix_cache and full > sequence.indexed:
-            keys = sequence.page_keys(self._namespace, self.layout.page_tokens, full)
-            for page in range(sequence.indexed, full):
-                self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
-            sequence.indexed = full
 
     def _drop(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence.sequence_id]
@@ -445,4 +443,4 @@ class EmbeddedEngine:
                 del self._families[sequence.request_id]
         if sequence in self._running:
             self._running.remove(sequence)
-        self._pool.release(sequence.sequence_id)
+        self._memory.release(sequence)

@@ -15,7 +15,7 @@ from kvrail.transfer.memory import Pools
 from kvrail.transfer.tickets import Landed
 from kvrail.transfer.wire import HAND_OFF_VERSION, FirstSample, HandOff
 
-__all__ = ["damage_of", "fault_of_hand_off", "hand_off_record"]
+__all__ = ["counts_of", "damage_of", "fault_of_hand_off", "hand_off_record"]
 
 
 def hand_off_record(sampling: Sampling, prompt_tokens: int, outputs: Sequence[StepOutput]) -> HandOff:
@@ -59,6 +59,16 @@ def fault_of_hand_off(hand_off: HandOff, sampling: Sampling, prompt_tokens: int,
         if first.logprob is not None and not all(0 <= token < vocab_size for token, _ in first.logprob.top):
             return "log-probabilities of what is no token of this model"
     return ""
+
+
+def counts_of(landed: Landed) -> dict[str, int]:
+    """What a link has brought with one ticket, under the names of LinkBoard.count."""
+    return {
+        "pages": len(landed.pages),
+        "states": int(landed.state_slot >= 0),
+        "bytes": landed.bell.pushed_bytes,
+        "tickets": 1,
+    }
 
 
 def damage_of(landed: Landed, pools: Pools, counters: Counter[str]) -> str:

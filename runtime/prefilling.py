@@ -183,7 +183,7 @@ class Prefilling:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
-                self._sender.computed(now, ticket, output.computed, state.pages)
+                self._sender.computed(now, ticket, output.computed, state.pages, state_slot=state.state_slot)
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
@@ -259,8 +259,8 @@ class Prefilling:
         memory = self._pools.pages if pool == PAGE_POOL else self._pools.state
         assert memory is not None
         self._writers[writer].push(pool, memory.address, source, target)
-        pages = len(target) if pool == PAGE_POOL else 0
-        self._board.count(key, pages=pages, bytes=len(target) * memory.unit_bytes)
+        units = {"pages" if pool == PAGE_POOL else "states": len(target)}
+        self._board.count(key, bytes=len(target) * memory.unit_bytes, **units)
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
-from kvrail.runtime.grammar import GrammarState
+from kvrail.runtime.grammar import Grammars, GrammarState
 from kvrail.runtime.messages import FinishReason, Sampling
 from kvrail.runtime.prefix import extend_keys
 from kvrail.runtime.processors import Row, TokenHistory
@@ -27,7 +27,8 @@ class EngineSequence:
 
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
     of which the first `indexed` are never written again: they were offered to the prefix cache, came from it, or
-    are shared with other choices.
+    are shared with other choices. `state_slot` is where its rings lie (-1: none). `placed`: it has all the memory that
+    its tokens need (which may be no page at all).
 
     A request for several choices is one sequence up to the end of its prompt, and then one for each (`branch`).
     `firsts`: the first tokens of its choices when those were sampled elsewhere. `closed`: choices that nobody wants
@@ -48,11 +49,14 @@ class EngineSequence:
         "keys",
         "noted",
         "pages",
+        "placed",
         "prefill_only",
         "prompt_tokens",
+        "queued",
         "request_id",
         "sampling",
         "sequence_id",
+        "state_slot",
         "tokens",
     )
 
@@ -66,6 +70,7 @@ class EngineSequence:
         prefill_only: bool = False,
         request_id: str = "",
         choice: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request_id or sequence_id
@@ -83,10 +88,16 @@ class EngineSequence:
         # What the answer must follow: until it is compiled, nothing can be sampled.
         self.compiling: Future[LLMatcher] | None = None
         self.grammar: GrammarState | None = None
+        if sampling.grammar and grammars is not None:
+            self.compiling = grammars.begin(sampling.grammar, sampling.eos_ids)
+        self.placed = False
         self.pages: list[int] = []
+        self.state_slot = -1
         self.keys: list[bytes] = []
         self.indexed = 0
         self.computed = 0
+        # The last work on its pages that was given to the device (see device.Compute).
+        self.queued = 0
         # Tokens of the prompt whose log-probabilities were told (the first has none).
         self.noted = 1
         # Unknown until the first match; a sequence that is computed anew keeps its first answer.
@@ -100,7 +111,7 @@ class EngineSequence:
     @property
     def state(self) -> SequenceState:
         """The snapshot that the engine shows."""
-        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0)
+        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0, self.state_slot)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -115,8 +126,9 @@ class EngineSequence:
         return self.keys[:full_pages]
 
     def restart(self) -> None:
-        """Its pages are gone: everything is to be computed again (nothing is emitted again)."""
-        self.pages, self.computed, self.indexed = [], 0, 0
+        """Its memory is gone: everything is to be computed again (nothing is emitted again)."""
+        self.placed, self.pages, self.state_slot = False, [], -1
+        self.computed, self.indexed = 0, 0
 
     # --- choices --------------------------------------------------------------------------------------------------
 

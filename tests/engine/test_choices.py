@@ -46,10 +46,10 @@ def run(rig: Any, sequence_id: str, until: Any = lambda: False) -> Told:
     return told
 
 
-def alone(models: Any, one: Any, sampling: Any) -> list[list[int]]:
+def alone(models: Any, one: Any, sampling: Any, kind: str = "llama") -> list[list[int]]:
     """The choices as requests of their own."""
     return [
-        models.rig().generate(
+        models.rig(kind).generate(
             [one], msgspec.structs.replace(sampling, n=1, seed=choice_seed(sampling.seed, choice))
         )[0]
         for choice in range(sampling.n)
@@ -69,6 +69,18 @@ def test_equal_to_requests_of_their_own(models, prompt, greedy, length, cache) -
         assert told.answers == expected
         assert set(told.reasons.values()) == {"length"}
         rig.assert_idle()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("slots", [8, 2])
+def test_rings_are_copied(models, prompt, greedy, kind, slots) -> None:
+    """Each choice writes a ring of its own; one for which there is no slot waits and is computed anew."""
+    one, sampling = prompt(45), greedy(20, n=4, temperature=1.0)
+    expected = alone(models, one, sampling, kind)
+    rig = models.rig(kind, slots=slots)
+    rig.engine.add("r", one, sampling)
+    assert run(rig, "r").answers == expected
+    rig.assert_idle()
 
 
 def test_the_prompt_is_computed_once_and_its_pages_are_shared(models, prompt, greedy) -> None:
