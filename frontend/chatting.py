@@ -17,6 +17,10 @@ from kvrail.runtime.errors import BadRequest
 __all__ = ["ChatRules", "schema_of_calls"]
 
 
+# Nobody sees the white space of a call, and a model may write it without end.
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
 class ChatRules:
     """The formats of one model: by --tool-call-parser and --reasoning-parser, else by its chat template."""
 
@@ -69,11 +73,8 @@ class ChatRules:
 def schema_of_calls(body: ChatRequest) -> dict[str, Any] | None:
     """The JSON schema of an answer that must call tools; None when it need not."""
     if isinstance(body.tool_choice, tuple):
-        return next(
-            tool.schema_of_parameters
-            for tool in body.usable_tools
-            if tool.function.name == body.tool_choice[0]
-        )
+        named = next(tool for tool in body.usable_tools if tool.function.name == body.tool_choice[0])
+        return {**named.schema_of_parameters, **_COMPACT}
     if body.tool_choice != "required":
         return None
     calls = [
@@ -86,7 +87,7 @@ def schema_of_calls(body: ChatRequest) -> dict[str, Any] | None:
         for tool in body.usable_tools
     ]
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most, **_COMPACT}
 
 
 def _is_forced(body: ChatRequest) -> bool:

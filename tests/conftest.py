@@ -16,3 +16,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-families", action="store_true", help="start a split of every model family, not of a few"
     )
+    # Clients that are too heavy for this environment may live in another.
+    parser.addoption("--litellm-python", help="Python of an environment with litellm, for its tests")
