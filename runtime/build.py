@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
 from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
+from kvrail.runtime.grammar import Grammars, tokenizer_text
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.pool_sizes import pool_sizes
@@ -98,6 +100,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         # Room for running sequences to grow, whatever tickets are asked for.
         reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
+        grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
+        stack.callback(grammars.close)
         engine = EmbeddedEngine(
             model,
             pool,
@@ -106,6 +110,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            grammars=grammars,
         )
         stack.callback(engine.close)
         links: Links | None = None

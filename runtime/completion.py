@@ -36,7 +36,7 @@ from kvrail.runtime.messages import (
     ToFront,
     ToRank,
 )
-from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.rank_stats import completion_counters, pool_gauges
 from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
@@ -446,5 +446,5 @@ class Completion:
         """Gauges and counters, as doc/metrics.md names them."""
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
         gauges |= {"requests_open": len(self._requests), "requests_without_room": len(self._waiting)}
-        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
-        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+        counters = completion_counters(self._counters, self._receiver.counters)
+        return Stats(steps=steps, gauges=dict(gauges), counters=counters, links=self._board.counters())

@@ -138,6 +138,9 @@ class LaunchConfig:
     )
     copy_threads: int = _setting(1, "threads that copy for lane shm")
     token_file: str | None = _setting(None, "file with the cluster token; required off loopback")
+    ignore_unknown_fields: bool = _setting(
+        False, "leave out fields of requests that are not known (logged once each) instead of refusing them"
+    )
     api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
     ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
     ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")
@@ -163,6 +166,10 @@ class LaunchConfig:
     )
     access_log: Literal["json", "none"] = _setting(
         "json", "one line of JSON for each HTTP request, without any of its text (json), or none"
+    )
+    otlp_endpoint: str | None = _setting(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP, as http://127.0.0.1:4318) for traces of requests",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
 
@@ -199,6 +206,10 @@ class LaunchConfig:
         _require(
             self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
             "--max-prompt-tokens must be at least 1",
+        )
+        _require(
+            self.otlp_endpoint is None or _is_http_url(self.otlp_endpoint),
+            f"--otlp-endpoint {self.otlp_endpoint}: a URL such as http://127.0.0.1:4318",
         )
         _require(0 < self.max_body_mb <= 4096, "--max-body-mb must be above 0 and at most 4096")
         _require(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random weights from a seed: written to files, or kept as the seed alone and drawn where the model is loaded.
 
-A benchmark of a model's shape needs no weights that mean anything. A folder that holds only the seed is made at once and
-loads in seconds, where tens of gigabytes would have to be written and read. The same seed gives the same weights on
-the same kind of device.
+A benchmark of a model's shape needs no weights that mean anything. A folder that holds only the seed is made at once
+and loads in seconds, where tens of gigabytes would have to be written and read. The same seed gives the same weights
+on the same kind of device.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvrail.runtime.batch import Batch, Drawn
 from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
+from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.sampling import check_sampling
@@ -38,6 +40,8 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
+# Nothing else is to be done meanwhile, but messages and links want to be heard.
+_GRAMMAR_WAIT_S = 0.005
 
 
 class EmbeddedEngine:
@@ -45,7 +49,8 @@ class EmbeddedEngine:
 
     `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
     outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
-    sliding-window layers need. `max_model_len` is cut to what the model and the pool can hold.
+    sliding-window layers need. `grammars`: None where answers are not to follow any.
+    `max_model_len` is cut to what the model and the pool can hold.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class EmbeddedEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.layout = model.layout
         self.vocab_size = model.vocab_size
@@ -81,6 +87,7 @@ class EmbeddedEngine:
         )
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
+        self._grammars = grammars
         self._sequences: dict[str, EngineSequence] = {}
         # The live choices of each request for several, once its prompt is computed.
         self._families: dict[str, list[EngineSequence]] = {}
@@ -102,7 +109,10 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check(sequence_id, tokens, sampling)
-        self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only))
+        sequence = EngineSequence(
+            sequence_id, tokens, sampling, prefill_only=prefill_only, grammars=self._grammars
+        )
+        self._queue(sequence)
 
     def resume(
         self,
@@ -114,7 +124,7 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
         if sequence.to_branch:
             sequence.firsts = first_tokens
         else:
@@ -135,7 +145,7 @@ class EmbeddedEngine:
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
         self._sequences[sequence_id] = sequence
@@ -198,7 +208,8 @@ class EmbeddedEngine:
         self._admit()
         turns = self._with_pages(
             plan_step(
-                [Pending(s.sequence_id, s.remaining) for s in self._running], token_budget=self._token_budget
+                [Pending(s.sequence_id, s.remaining) for s in self._compiled()],
+                token_budget=self._token_budget,
             )
         )
         turns = [self._cut(turn) for turn in turns]
@@ -211,6 +222,8 @@ class EmbeddedEngine:
 
     def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
         check_sampling(sampling, self.vocab_size)
+        if sampling.grammar and self._grammars is None:
+            raise BadRequest("this engine has no grammars", param="response_format")
         if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
         if len(tokens) == 0:
@@ -322,6 +335,16 @@ class EmbeddedEngine:
         self._memory.release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
+
+    def _compiled(self) -> list[EngineSequence]:
+        """Running sequences whose grammars are there. When there are none, wait for one, but only for a moment."""
+        waited = [s.compiling for s in self._running if s.compiling is not None and not s.ready]
+        if waited and len(waited) == len(self._running):
+            wait(waited, timeout=_GRAMMAR_WAIT_S, return_when=FIRST_COMPLETED)
+        for sequence in [s for s in self._running if s.compiling is not None and s.ready]:
+            if (fault := sequence.compiling and sequence.compiling.exception()) is not None:
+                self._fail(sequence, str(fault))
+        return [sequence for sequence in self._running if sequence.ready]
 
     def _cut(self, turn: Turn) -> Turn:
         """Logits of a whole prompt are large: where they are wanted, few tokens at a time."""

@@ -67,6 +67,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     # How many of the likeliest tokens to tell beside each token of the answer, and of the prompt.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # What the answer must be (see runtime/grammar.py; empty: anything), and the tokens that end it where it may end.
+    grammar: str = ""
+    eos_ids: list[int] = []
 
 
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True):

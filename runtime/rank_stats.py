@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gauges that every rank has: its pool and its engine."""
+"""The gauges that every rank has (its pool and its engine), and the counters of a completion rank."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from kvrail.runtime.engine_protocol import Engine
 from kvrail.transfer.pages import PagePool
 
-__all__ = ["pool_gauges"]
+__all__ = ["completion_counters", "pool_gauges"]
+
+# Counters that are reported before anything has happened: a rate of what does not exist yet cannot be watched.
+_FROM_ZERO = (
+    "prefills_remote",
+    "prefills_local",
+    "prefill_fallbacks",
+    "pages_verified",
+    "checksum_mismatches",
+    "requests_failed",
+    "requests_aborted",
+)
 
 
 def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
@@ -26,3 +39,8 @@ def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
         "sequences_waiting": load["waiting"],
         "tokens_waiting": load["waiting_tokens"],
     }
+
+
+def completion_counters(own: Mapping[str, int], ledger: Mapping[str, int]) -> dict[str, float]:
+    """The counters of a completion rank: its own, and those of its ticket ledger."""
+    return {**dict.fromkeys(_FROM_ZERO, 0), **own, **{f"ticket_{name}": n for name, n in ledger.items()}}
