@@ -16,6 +16,7 @@ from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerP
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
+from kvrail.transfer.memory import HostPool
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -192,7 +193,7 @@ class Dialer:
                     unit_bytes=pool.unit_bytes,
                     memory=pool.memory,
                     key=pool.packed_key(),
-                    fd=position if share else -1,
+                    fd=position if share and isinstance(pool, HostPool) else -1,
                 )
                 for position, (pool_id, pool) in enumerate(pools)
             ],
@@ -202,4 +203,5 @@ class Dialer:
             require_lane=options.require_lane,
             distance=distance,
         )
-        return offer, tuple(pool.fd for _, pool in pools) if share else ()
+        files = tuple(pool.fd for _, pool in pools if isinstance(pool, HostPool))
+        return offer, files if share else ()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvrail.transfer.errors import LaneUnavailable, UcxFailed
+from kvrail.transfer.device_pool import DevicePool
+from kvrail.transfer.errors import CudaFailed, LaneUnavailable, UcxFailed
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.lanes import Plan, Wishes, check_required, fence_class, has_local, put_carrier
 from kvrail.transfer.link_events import LaneInfo, Probe
@@ -72,7 +73,7 @@ def lane_test(
     plan: Plan,
     wishes: tuple[Wishes, Wishes],
     fds: tuple[int, ...],
-    pool: HostPool,
+    pool: HostPool | DevicePool,
     source_unit: int,
     writer_keys: Iterator[int],
 ) -> Generator[None, News, LaneInfo]:
@@ -136,13 +137,18 @@ def _import(
 
 
 def _self_test(
-    link: _ucx.Link, offer: Offer, pool_id: int, pool: HostPool, source_unit: int, keys: Iterator[int]
+    link: _ucx.Link,
+    offer: Offer,
+    pool_id: int,
+    pool: HostPool | DevicePool,
+    source_unit: int,
+    keys: Iterator[int],
 ) -> Generator[None, News, None]:
     unit = pool.unit_bytes
     order = list(range(_TEST_UNITS))
     random.shuffle(order)
     content = os.urandom(_TEST_UNITS * unit)
-    _buffer(pool)[source_unit * unit : source_unit * unit + len(content)] = content
+    pool.write(source_unit * unit, content)
     landed = b"".join(content[order.index(i) * unit :][:unit] for i in range(_TEST_UNITS))
     with _native_errors():
         writer = link.writer(next(keys), ttl_s=_TTL_S)
@@ -168,7 +174,7 @@ def _speed(
     link: _ucx.Link,
     offer: Offer,
     pool_id: int,
-    pool: HostPool,
+    pool: HostPool | DevicePool,
     nbytes: int,
     times: int,
     keys: Iterator[int],
@@ -198,12 +204,12 @@ def _speed(
     return Probe(nbytes, nbytes / median / 1e9, median * 1e6)
 
 
-def check_self_test(test: SelfTest, pool: HostPool) -> SelfTestResult:
+def check_self_test(test: SelfTest, pool: HostPool | DevicePool) -> SelfTestResult:
     """The CE's verdict on what lies in its probe pool."""
     end = test.offset + test.nbytes
     if not (0 <= test.offset <= end <= pool.nbytes):
         return SelfTestResult(epoch=test.epoch, ok=False, reason="outside the probe pool")
-    ok = _sum(bytes(_buffer(pool)[test.offset : end])) == test.checksum
+    ok = _sum(pool.read(test.offset, test.nbytes)) == test.checksum
     return SelfTestResult(epoch=test.epoch, ok=ok, reason="" if ok else "the bytes did not arrive")
 
 
@@ -211,16 +217,10 @@ def _sum(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
 
 
-def _buffer(pool: HostPool) -> memoryview:
-    if pool.buffer is None:
-        raise LaneUnavailable(f"pool {pool.name} is closed")
-    return pool.buffer
-
-
 @contextmanager
 def _native_errors() -> Iterator[None]:
     """An import or a put that the native module refuses means that the lane does not work."""
     try:
         yield
-    except (UcxFailed, RuntimeError, ValueError, OSError) as error:
+    except (UcxFailed, CudaFailed, RuntimeError, ValueError, OSError) as error:
         raise LaneUnavailable(str(error)) from error

@@ -50,7 +50,7 @@ def test_a_busy_rank_probes_each_size_once(late_s: float, rounds: int) -> None:
         import_put=lambda *_, **__: None, writer=open_writer, transports=lambda: ["tcp/lo"]
     )
     pool: Any = SimpleNamespace(
-        name="probe", address=1, unit_bytes=4096, nbytes=8 << 20, buffer=memoryview(bytearray(8 << 20))
+        name="probe", address=1, unit_bytes=4096, nbytes=8 << 20, write=lambda *_: None
     )
     wishes = Wishes("auto", "auto", None)
     test = lane_test(
