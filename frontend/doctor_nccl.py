@@ -24,10 +24,10 @@ from rich.table import Table
 from kvrail.runtime.config import child_environment
 from kvrail.transfer.nccl_log import NcclFacts, parse_log
 
-__all__ = ["NCCL_LOG", "examine_nccl", "nccl_unusable"]
+__all__ = ["examine_nccl", "nccl_unusable"]
 
 # For the child alone: what it logs is read, not shown.
-NCCL_LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,GRAPH,TUNING"}
+_NCCL_LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,GRAPH,TUNING"}
 _WITHIN_S = 60.0
 _RUN_S = 240.0
 
@@ -89,7 +89,7 @@ def _run(folder: Path, ranks: tuple[int, ...], rendezvous: str) -> list[dict[str
         environment = {
             "NCCL_NVLS_ENABLE": "0",
             **child_environment(),
-            **NCCL_LOG,
+            **_NCCL_LOG,
             "NCCL_DEBUG_FILE": str(folder / f"log.{rank}"),
         }
         command = [sys.executable, "-P", "-m", "kvrail.transfer.nccl_probe", "--rank", str(rank)]
