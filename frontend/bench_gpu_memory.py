@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import time
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +15,7 @@ from kvrail.frontend.bench_rank import POISON, Indices
 from kvrail.runtime.checkpoint import cache_dir
 from kvrail.transfer.cuda import open_device
 from kvrail.transfer.device_pool import DevicePool
+from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 from kvrail.transfer.ucx import open_context
 
@@ -21,6 +24,7 @@ __all__ = ["GpuMemory", "Kind", "digest_of_sums"]
 Kind = Literal["gpu", "host"]
 # Pages are summed in pieces of this size, so that sums need little memory of their own.
 _PIECE_BYTES = 64 << 20
+_VIEWS_S = 5.0
 
 
 class GpuMemory:
@@ -89,7 +93,17 @@ class GpuMemory:
     def close(self) -> None:
         """After every way that uses the pool."""
         self.rows = torch.zeros((0, 8), dtype=torch.uint8)
-        self.pool.close()
+        deadline = time.monotonic() + _VIEWS_S
+        while True:
+            gc.collect()
+            try:
+                self.pool.close()
+                break
+            except TransferError:
+                # NCCL's own thread lets go of the last tensors some time after they arrived.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
         self.context.close()
 
 

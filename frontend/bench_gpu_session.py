@@ -44,7 +44,7 @@ class GpuSession(Session):
         self.threads = "spin" if spin_us else "sleep"
         self.memory = f"{kinds[0]}->{kinds[1]}"
         there = 1 if torch.cuda.device_count() > 1 else 0
-        units = max(2 * pages, 64)
+        units = max(2 * pages, 16)
         self._pages = memory = GpuMemory(kinds[0], 0, page_bytes, units)
         memory.fill()
         self._sums = memory.sums(np.arange(units, dtype=np.uint32))
