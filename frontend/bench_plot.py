@@ -7,6 +7,7 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrail.frontend.bench_record import Record, bytes_text, way_text
 
@@ -104,7 +105,9 @@ def _picture(charts: dict[str, Lines], path: Path) -> None:
     for place, (memory, lines) in enumerate(charts.items()):
         axes = figure.add_subplot(len(charts), 1, place + 1)
         for name, points in lines.items():
-            style = {"color": "black", "linestyle": "--"} if name == _LIMIT else {"marker": "o"}
+            style: dict[str, Any] = (
+                {"color": "black", "linestyle": "--"} if name == _LIMIT else {"marker": "o"}
+            )
             axes.plot([size for size, _ in points], [rate for _, rate in points], label=name, **style)
         sizes = sorted({size for points in lines.values() for size, _ in points})
         axes.set(xscale="log", yscale="log", xlabel="page", ylabel="GB/s", title=memory)
