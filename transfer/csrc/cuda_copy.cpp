@@ -23,10 +23,12 @@ constexpr Nanos kNap = 20 * kMicro;
 CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device)
     : device_(std::move(device)),
       stream_(*device_),
+      uploads_(*device_),
       indices_(*device_, kSlices * kPlaceBytes),
       mirror_(*device_, kSlices * kPlaceBytes, stream_),
       counter_(*device_, sizeof(std::uint64_t), stream_),
-      events_{CudaEvent(*device_), CudaEvent(*device_), CudaEvent(*device_)} {
+      events_{CudaEvent(*device_), CudaEvent(*device_), CudaEvent(*device_)},
+      uploaded_{CudaEvent(*device_), CudaEvent(*device_), CudaEvent(*device_)} {
   static_assert(kPlaceBytes == 2 * kSliceUnits * sizeof(std::uint32_t));
 }
 
@@ -67,7 +69,9 @@ void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice)
   CuAddress lists = indices_.address() + at;
   if (slice.nbytes > kFewBytes) {
     const CudaDriver& driver = device_->driver();
-    driver.check(driver.copy(mirror_.address() + at, lists, 2 * width, stream_.handle()), "cuMemcpyAsync");
+    driver.check(driver.copy(mirror_.address() + at, lists, 2 * width, uploads_.handle()), "cuMemcpyAsync");
+    uploaded_[place].record(uploads_.handle());
+    driver.check(driver.stream_wait(stream_.handle(), uploaded_[place].handle(), 0), "cuStreamWaitEvent");
     lists = mirror_.address() + at;
   }
   std::array<std::uint64_t, 15> arguments{batch.source,

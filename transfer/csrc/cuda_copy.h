@@ -69,11 +69,13 @@ class CudaCopier {
 
   const std::shared_ptr<CudaDevice> device_;
   CudaStream stream_;
+  // Index arrays go to the GPU beside the kernel before theirs, not after it.
+  CudaStream uploads_;
   // Each place has the index arrays of one slice: source units, then target units.
   HostScratch indices_;
   DeviceScratch mirror_;
   DeviceScratch counter_;
-  std::array<CudaEvent, kSlices> events_;
+  std::array<CudaEvent, kSlices> events_, uploaded_;
   std::vector<Run> runs_;
   std::size_t next_place_ = 0;
   std::deque<Running> running_;

@@ -55,6 +55,11 @@ struct PyCudaDevice {
   std::unique_ptr<CudaSums> summing;
 };
 
+// Apart from Python's own object: the reactor's thread drops its fences without the GIL.
+struct PyFence {
+  std::shared_ptr<CudaFence> fence;
+};
+
 struct PyReactor {
   std::shared_ptr<Reactor> reactor;
 };
@@ -95,13 +100,14 @@ class PyWriter {
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
   void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets,
-            std::shared_ptr<CudaFence> after, const std::string& way) {
+            const PyFence* after, const std::string& way) {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
-    auto batch = std::make_shared<Batch>(
-        pool, source, std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-        std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()), way_named(way), std::move(after));
+    auto batch = std::make_shared<Batch>(pool, source,
+                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
+                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()),
+                                         way_named(way), after != nullptr ? after->fence : nullptr);
     act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
   }
 

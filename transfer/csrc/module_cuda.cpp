@@ -15,14 +15,15 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(PyCudaDevice& self, std::uint64_t base,
                                                                   std::uint64_t page_bytes, const Indices& pages,
-                                                                  const std::shared_ptr<CudaFence>& after) {
+                                                                  const PyFence* after) {
   if (page_bytes == 0 || page_bytes % 16 != 0 || base % 16 != 0)
     throw nb::value_error("checksum_pages: page_bytes and base must be multiples of 16");
   auto* sums = new std::uint64_t[pages.size()];
   nb::capsule owner(sums, [](void* data) noexcept { delete[] static_cast<std::uint64_t*>(data); });
   {
     nb::gil_scoped_release release;
-    self.sums().sum(base, page_bytes, pages.data(), pages.size(), after.get(), sums);
+    self.sums().sum(base, page_bytes, pages.data(), pages.size(), after != nullptr ? after->fence.get() : nullptr,
+                    sums);
   }
   return {sums, {pages.size()}, owner};
 }
@@ -60,9 +61,9 @@ void bind_cuda(nb::module_& m) {
     }
   });
 
-  nb::class_<CudaFence>(m, "CudaFence")
-      .def("done", [](const CudaFence& self) { return self.event.done(); })
-      .def("wait", [](const CudaFence& self) { self.event.wait(); }, ReleaseGil());
+  nb::class_<PyFence>(m, "CudaFence")
+      .def("done", [](const PyFence& self) { return self.fence->event.done(); })
+      .def("wait", [](const PyFence& self) { self.fence->event.wait(); }, ReleaseGil());
 
   nb::class_<DeviceMemory>(m, "DeviceMemory")
       .def_prop_ro("address", &DeviceMemory::address)
@@ -101,7 +102,7 @@ void bind_cuda(nb::module_& m) {
       .def(
           "record",
           [](PyCudaDevice& self, std::uint64_t stream) {
-            return self.device->record(reinterpret_cast<CuStream>(stream));
+            return PyFence{self.device->record(reinterpret_cast<CuStream>(stream))};
           },
           "stream"_a)
       .def(
