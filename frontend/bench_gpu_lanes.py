@@ -75,7 +75,8 @@ class GpuLane:
         """What carries the pages, as far as is known."""
         if self._way != "put":
             return self._way
-        return "+".join(sorted(set(self._link.transports()) - {"self"}))
+        found = {name.partition("/")[0] for name in self._link.transports()}
+        return "cuda_ipc" if "cuda_ipc" in found else "+".join(sorted(found - {"self"}))
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
         self._writer = self._link.writer(number, ttl_s=_BATCH_S)

@@ -46,6 +46,9 @@ class DriverCopies:
         else:
             self._target = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        # torch copies from the host on a stream of the target's device.
+        block = where if kind == "gpu" and memory.kind == "host" else memory.device
+        self._block_stream = torch.cuda.Stream(block)  # type: ignore[no-untyped-call]
         # Also lets the two GPUs address one another.
         self._target[:1].copy_(memory.rows[:1])
         self.batch_refusal = ""
@@ -61,9 +64,9 @@ class DriverCopies:
         into.fill_(POISON)
         self._wait()
         begun = time.monotonic_ns()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._block_stream):
             into.copy_(out_of, non_blocking=True)
-        self._stream.synchronize()
+        self._block_stream.synchronize()
         ended = time.monotonic_ns()
         return (ended - begun) / 1000, self._same(into, out_of)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from kvrail.frontend.bench_gpu_memory import GpuMemory
@@ -32,6 +33,8 @@ class NcclWay:
                 timeout=_WITHIN,
                 device_id=memory.device,
             )
+            # Of send/recv only the sender's log tells the transport; of this, the receiver's does as well.
+            dist.all_reduce(torch.zeros(1, device=memory.device))
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
         self._move(source)

@@ -2,7 +2,8 @@
 """Pages from GPU to GPU through host memory and one TCP socket: what a split without one-sided writes does.
 
 Pages are gathered on the GPU, copied into pinned memory, sent, received into pinned memory, copied up and scattered.
-Two buffers on each side: copying one piece overlaps with sending the other.
+Two buffers on each side: copying one piece overlaps with sending the other. A side whose pages lie in host memory sends
+them from there, or receives them there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from kvrail.frontend.bench_gpu_memory import GpuMemory
 from kvrail.frontend.bench_rank import Indices
-from kvrail.frontend.bench_socket import close_socket, receive_exactly
+from kvrail.frontend.bench_socket import SocketWay, close_socket, receive_exactly
+from kvrail.transfer.memory import HostPool
 
 __all__ = ["StagedTcp"]
 
@@ -27,7 +29,11 @@ class StagedTcp:
     def __init__(self, memory: GpuMemory, sock: socket.socket) -> None:
         self._memory, self._sock = memory, sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        size = memory.pool.unit_bytes
+        pool = memory.pool
+        self._direct = SocketWay(pool, sock) if isinstance(pool, HostPool) else None
+        if self._direct is not None:
+            return
+        size = pool.unit_bytes
         self._pages = max(1, _PIECE_BYTES // size)
         shape = (self._pages, size)
         self._host = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -36,6 +42,9 @@ class StagedTcp:
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
+        if self._direct is not None:
+            self._direct.send(source)
+            return
         pieces = self._pieces(source)
         self._down(0, pieces[0])
         for turn, piece in enumerate(pieces):
@@ -55,6 +64,9 @@ class StagedTcp:
         self._events[slot].record()
 
     def await_batch(self, number: int, target: Indices) -> int:
+        if self._direct is not None:
+            self._direct.receive(target)
+            return time.monotonic_ns()
         for turn, piece in enumerate(self._pieces(target)):
             slot, count = turn % 2, len(piece)
             self._events[slot].synchronize()  # the copy before last has left this buffer

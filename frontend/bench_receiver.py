@@ -51,7 +51,7 @@ class _Receiver:
                 opened[lane] = {"error": way.refusal or "no answer"}
         if command["socket_port"]:
             sock = socket.create_connection(("127.0.0.1", command["socket_port"]))
-            self._ways["socket"] = SocketWay(memory, sock)
+            self._ways["socket"] = SocketWay(memory.pool, sock)
             opened["socket"] = {"transport": "tcp"}
         if command["nixl"]:
             nixl = NixlReceiver(memory.pool)

@@ -17,9 +17,9 @@ __all__ = ["Record", "bytes_text", "record_table", "way_text"]
 class Record:
     """One measured cell. `memory`: from which kind into which.
 
-    `threads`, when the batch came: "sleep": all threads of the receiver slept; "spin": its progress thread spun, its
-    Python slept; "poll": both spun. `pace`: "" for batches; of single pages "paused" (some ms between them) or "tight"
-    (the next one as soon as the last was seen).
+    `threads`, when the batch came: "sleep": all threads of the receiver slept; "spin": its progress thread spun (on
+    more than four cores the sender's as well), its Python slept; "poll": both spun. `pace`: "" for batches; of single
+    pages "paused" (some ms between them) or "tight" (the next one as soon as the last was seen).
     """
 
     lane: str

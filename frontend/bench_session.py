@@ -22,7 +22,7 @@ from kvrail.frontend.bench_socket import SocketWay
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 
-__all__ = ["HostSession", "Receiver", "Session"]
+__all__ = ["HostSession", "Receiver", "Session", "sender_spin_us"]
 
 # A receiver that waits for something has fallen asleep by then.
 _PAUSE_S = 0.002
@@ -76,6 +76,11 @@ class Receiver:
             self._process.wait()
         self._out.close()
         os.close(self.pace)
+
+
+def sender_spin_us(spin_us: int) -> int:
+    """How long the sender's progress thread spins: as long as the receiver's, where there are cores for both."""
+    return spin_us if (os.cpu_count() or 1) > 4 else 0
 
 
 class Session:
@@ -185,8 +190,7 @@ class HostSession(Session):
         self.facts = {}
         self.missing = {}
         links = {
-            # Only the receiver spins: it waits for something that it cannot foresee.
-            way: LinkWay(memory, way, folder, accept=True, spin_us=0)
+            way: LinkWay(memory, way, folder, accept=True, spin_us=sender_spin_us(spin_us))
             for way in ways
             if way in OPTIONS
         }
@@ -208,7 +212,7 @@ class HostSession(Session):
                     link.turn(1)
             opened = receiver.answer()["ways"]
             if port:
-                self._ways["socket"] = SocketWay(memory, listener.accept()[0])
+                self._ways["socket"] = SocketWay(memory.pool, listener.accept()[0])
         self._ways.update(links)
         if nixl:
             self._ways["nixl"] = NixlSender(memory.pool, opened["nixl"].pop("peer"))

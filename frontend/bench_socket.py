@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.frontend.bench_rank import Indices, Memory
+from kvrail.frontend.bench_rank import Indices
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.memory import HostPool
 
 __all__ = ["SocketWay", "close_socket", "receive_exactly"]
 
@@ -43,9 +44,9 @@ class _Message(ctypes.Structure):
 class SocketWay:
     """An index list, then the pages. Complete when the last byte is in the receiver's page."""
 
-    def __init__(self, memory: Memory, sock: socket.socket) -> None:
+    def __init__(self, pool: HostPool, sock: socket.socket) -> None:
         self._sock = sock
-        self._address, self._size = memory.pool.address, memory.pool.unit_bytes
+        self._address, self._size = pool.address, pool.unit_bytes
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         libc = ctypes.CDLL(None, use_errno=True)
         self._writev: Any = libc.writev
@@ -54,22 +55,30 @@ class SocketWay:
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
         self._sock.sendall(np.concatenate(([np.uint32(len(target))], target)).tobytes())
-        fd = self._sock.fileno()
-        self._all(source, lambda at, count: self._writev(fd, ctypes.c_void_p(at), count))
+        self.send(source)
 
     def await_batch(self, number: int, target: Indices) -> int:
         head = bytearray(4)
         receive_exactly(self._sock, memoryview(head))
         listed = bytearray(4 * int.from_bytes(head, "little"))
         receive_exactly(self._sock, memoryview(listed))
+        self.receive(np.frombuffer(listed, np.uint32))
+        return time.monotonic_ns()
+
+    def send(self, pages: Indices) -> None:
+        """These pages' bytes, one after the other."""
+        fd = self._sock.fileno()
+        self._all(pages, lambda at, count: self._writev(fd, ctypes.c_void_p(at), count))
+
+    def receive(self, pages: Indices) -> None:
+        """As many bytes as these pages have, into them."""
         fd, message = self._sock.fileno(), _Message()
 
         def receive(at: int, count: int) -> int:
             message.vectors, message.count = at, count
             return int(self._recvmsg(fd, ctypes.byref(message), socket.MSG_WAITALL))
 
-        self._all(np.frombuffer(listed, np.uint32), receive)
-        return time.monotonic_ns()
+        self._all(pages, receive)
 
     def _all(self, pages: Indices, move: Any) -> None:
         """Call `move(address of vectors, how many)` until every byte of the pages has moved."""

@@ -136,8 +136,9 @@ def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], n
     lanes = {record.lane for record in records}
     if any(record.pace for record in records):
         console.print(
-            "sleep: all threads of the receiver sleep when a page comes; spin: its progress thread spins, its Python "
-            "sleeps; poll: both spin. paused: some ms between pages; tight: the next as soon as the last was seen",
+            "sleep: all threads of the receiver sleep when a page comes; spin: its progress thread spins (on more than "
+            "four cores the sender's as well), its Python sleeps; poll: that spins, too. paused: some ms between pages; "
+            "tight: the next as soon as the last was seen",
             soft_wrap=True,
         )
     if (os.cpu_count() or 1) <= 2:

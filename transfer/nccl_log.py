@@ -19,6 +19,7 @@ _CHANNEL = re.compile(
 _NUMBERS = re.compile(r"/\d+(?:\(\d+\))?(?=/|$)")
 _NETWORK = re.compile(r"NCCL INFO Using network (\S+)")
 _INTERFACE = re.compile(r"NET/(\w+) : Using (\[.*)$")
+_NO_NETWORK = re.compile(r"Failed to initialize NET plugin (\w+)")
 _TUNED = re.compile(r"NCCL INFO (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)")
 _CHANNELS = re.compile(
     r"(\d+) coll channels, (?:\d+ collnet channels, )?(\d+) nvls channels, (\d+) p2p channels"
@@ -71,6 +72,8 @@ def parse_log(lines: Iterable[str]) -> NcclFacts:
             name = f"{found[1]} {found[2]}".strip()
             if name not in facts.interfaces:
                 facts.interfaces.append(name)
+        elif found := _NO_NETWORK.search(line):
+            facts.interfaces = [name for name in facts.interfaces if not name.startswith(f"{found[1]} ")]
         elif found := _TUNED.search(line):
             facts.algorithms[found[1], int(found[2])] = f"{found[3]}/{found[4]}"
         elif found := _CHANNELS.search(line):
