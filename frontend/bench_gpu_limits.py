@@ -74,7 +74,10 @@ class DriverCopies:
         """(µs, whether it arrived) of all pages, in one call of cudaMemcpyBatchAsync's driver function."""
         count, size = len(source), self._memory.pool.unit_bytes
         index = torch.from_numpy(target.astype(np.int64)).to(self._target.device)
-        self._target.index_fill_(0, index, POISON)
+        if index.is_cuda:
+            self._target.index_fill_(0, index, POISON)
+        else:
+            self._target.numpy()[target] = POISON
         self._wait()
         attributes = _Attributes(source_order=_ORDERED_LIKE_THE_STREAM)
         first = ctypes.c_size_t(0)

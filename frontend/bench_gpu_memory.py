@@ -52,7 +52,7 @@ class GpuMemory:
         generator = torch.Generator().manual_seed(page_bytes)
         # Odd, so that no bit of a word is lost in the sum.
         weights = torch.randint(-(2**62), 2**62, (page_bytes // 8,), generator=generator) * 2 + 1
-        self._weights = weights.to(self.rows.device)
+        self._weights = weights.to(self.device)
 
     @property
     def backing(self) -> str:
@@ -65,21 +65,29 @@ class GpuMemory:
 
     def fill(self) -> None:
         """Random contents."""
-        generator = torch.Generator(self.rows.device).manual_seed(1)
-        self.rows.view(torch.int64).random_(generator=generator)
+        generator = torch.Generator(self.device).manual_seed(1)
+        step = max(1, _PIECE_BYTES // self.pool.unit_bytes)
+        for at in range(0, self.pool.units, step):
+            some = self.rows[at : at + step]
+            words = torch.empty(some.numel() // 8, dtype=torch.int64, device=self.device)
+            some.copy_(words.random_(generator=generator).view(torch.uint8).view(some.shape))
         self.wait()
 
     def poison(self, pages: Indices) -> None:
         """Overwrite these pages."""
-        self.rows.index_fill_(0, self.index(pages), POISON)
-        self.wait()
+        if self.kind == "host":
+            self.rows.numpy()[pages] = POISON
+        else:
+            self.rows.index_fill_(0, self.index(pages), POISON)
+            self.wait()
 
     def sums(self, pages: Indices) -> torch.Tensor:
         """A 64-bit sum of each page [n], on the CPU; the same wherever the page lies."""
         words, index = self.rows.view(torch.int64), self.index(pages)
         step = max(1, _PIECE_BYTES // self.pool.unit_bytes)
         pieces = (index[at : at + step] for at in range(0, len(index), step))
-        parts = [(words[some] * self._weights).sum(1) for some in pieces]
+        # Pages of the host are summed on the GPU as well.
+        parts = [(words[some].to(self.device) * self._weights).sum(1) for some in pieces]
         return torch.cat(parts).cpu()
 
     def digest(self, pages: Indices) -> str:

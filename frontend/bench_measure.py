@@ -30,10 +30,17 @@ __all__ = ["GPU_WAYS", "HOST_WAYS", "LATENCY_PAGE", "PAIRS", "Plan", "measure"]
 
 GPU_WAYS = ("peer/kernel", "peer/engine", "put/gpu", "nccl", "nixl", "tcp", "memcpy", "memcpy-batch")
 HOST_WAYS = (*OPTIONS, "socket", "memcpy", "nixl")
+_NATIVE_WAYS = (*OPTIONS, "peer/kernel", "peer/engine", "put/gpu")
+# These know no other manner of waiting.
+_POLLING_WAYS = ("nixl", "nccl")
+# Three lanes with a thread on each side, and the rest.
+_CORES_TO_SPIN = 16
 PAIRS = ("gpu->gpu", "host->gpu", "gpu->host", "host->host")
 LATENCY_PAGE = 64 << 10
 # A progress thread that spins this long after each event spins through the pauses between batches.
 _SPIN_US = 20_000
+# And this long through the turns of the other ways.
+_SPIN_BATCHES_US = 5_000_000
 _NUMBERS_A_CELL = 10**7
 # The receiver's log tells which transport NCCL takes.
 _NCCL_LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,P2P"}
@@ -82,7 +89,14 @@ class _Run:
         return session
 
     def cell(self, memory: str, page_bytes: int, pages: int) -> Iterator[Record]:
-        with contextlib.closing(self.open(memory, self._ways(memory), page_bytes, pages, 0)) as session:
+        # NCCL and NIXL wait for GPUs without sleeping; where there are cores for it, so do our lanes.
+        awake = memory != "host->host" and (os.cpu_count() or 1) >= _CORES_TO_SPIN
+        spin_us = _SPIN_BATCHES_US if awake else 0
+        with contextlib.closing(self.open(memory, self._ways(memory), page_bytes, pages, spin_us)) as session:
+            if awake:
+                for way in session.facts:
+                    if way in _NATIVE_WAYS:
+                        session.poll(way, True)
             rng = np.random.default_rng(2)
             times: dict[str, list[float]] = {way: [] for way in session.facts}
             good = dict.fromkeys(session.facts, True)
@@ -111,7 +125,7 @@ class _Run:
                     times[way],
                     good[way],
                     session.backing,
-                    session.threads,
+                    "poll" if awake and (way in _NATIVE_WAYS or way in _POLLING_WAYS) else "sleep",
                 )
 
     def latency(self, memory: str) -> Iterator[Record]:
@@ -119,7 +133,7 @@ class _Run:
         rounds = max(self.plan.rounds, 50)
         for spin_us in (0, _SPIN_US):
             for way in self._ways(memory):
-                native = way in OPTIONS or "/" in way
+                native = way in _NATIVE_WAYS
                 if way.startswith("memcpy") or (spin_us and not native):
                     continue
                 # As many pages as are sent in one tight loop.
@@ -137,7 +151,7 @@ class _Run:
     ) -> Iterator[Record]:
         rng = np.random.default_rng(3)
         # A way that has only one manner of waiting is told by that.
-        threads = "poll" if polling or way in ("nixl", "nccl") else session.threads
+        threads = "poll" if polling or way in _POLLING_WAYS else session.threads
         start = _NUMBERS_A_CELL * (1 + polling)
         single = [session.batch(way, start + turn, 1, rng) for turn in range(rounds + 3)][3:]
         tight, same = session.tight(way, start + 2 * rounds, rounds, rng)

@@ -36,7 +36,7 @@ _HOST_FULL = (
 )
 _HOST_QUICK = ((4 * _KIB, 16), (64 * _KIB, 16), (512 * _KIB, 16), (4 * _MIB, 16))
 _GPU_FULL = tuple(
-    (size, 512 if size == 64 * _MIB else 256)
+    (size, 256 if size == 4 * _KIB else 512)
     for size in (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, 512 * _KIB, _MIB, 4 * _MIB, 64 * _MIB)
 )
 _GPU_QUICK = tuple((size, 256) for size in (4 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB))
@@ -112,12 +112,12 @@ def _command(
 
         for record in measure(plan, say, failures):
             records.append(record)
+            if json_file is not None:  # at once: what is interrupted has been written
+                json_file.write_text(json.dumps([asdict(one) for one in records], indent=1) + "\n")
             status.update(f"measuring: {record.memory} {bytes_text(record.page_bytes)} x {record.pages}")
     for pair in pairs:
         console.print(record_table([record for record in records if record.memory == pair]))
     _explain(console, records, wanted, no_gpu)
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
     if plot_file is not None:
         try:
             plot(records, plot_file)
@@ -137,8 +137,8 @@ def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], n
     if any(record.pace for record in records):
         console.print(
             "sleep: all threads of the receiver sleep when a page comes; spin: its progress thread spins (on more than "
-            "four cores the sender's as well), its Python sleeps; poll: that spins, too. paused: some ms between pages; "
-            "tight: the next as soon as the last was seen",
+            "four cores the sender's as well), its Python sleeps; poll: that spins, too. paused: some ms between pages "
+            "(tight: the next as soon as the last was seen). With GPUs and 16 cores or more batches are polled for",
             soft_wrap=True,
         )
     if (os.cpu_count() or 1) <= 2:
