@@ -13,14 +13,14 @@ import torch
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
+from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
-from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.pool_sizes import pool_sizes
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.process import RankSpec
-from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkEvent, LinkOptions, PeerAddress
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
@@ -29,11 +29,9 @@ from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.ucx import open_context, open_reactor
 
-__all__ = ["BuiltRank", "build_rank", "page_count"]
+__all__ = ["BuiltRank", "build_rank"]
 
 _log = logging.getLogger(__name__)
-_GIB = 1 << 30
-_DEFAULT_POOL_GIB = 1.0
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
 
@@ -51,49 +49,60 @@ class BuiltRank:
     queue_limit: int
 
 
-def page_count(config: LaunchConfig, layout: PageLayout) -> int:
-    """Pages of the pool: as asked for, or as many as the memory that was asked for holds."""
-    if config.kv_pages is not None:
-        return config.kv_pages
-    gib = config.kv_memory_gb or _DEFAULT_POOL_GIB
-    pages = int(gib * _GIB) // layout.page_bytes
-    if pages < 2:
-        raise ConfigError(
-            f"--kv-memory-gb {gib:g} holds {pages} pages of {layout.page_bytes / 1e6:.1f} MB: "
-            "give more memory, or fewer --page-tokens"
-        )
-    return pages
-
-
 @contextlib.contextmanager
 def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
     """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
     config = spec.config
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
+    # What the machine lacks is said before a model is loaded.
+    device = rank_device(config, spec.rank)
+    library = config.ucx or environment("KVRAIL_UCX")
+    cuda = open_cuda(config, spec.rank, library)
     checkpoint = open_checkpoint(config.model, _log_progress)
-    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
+    model = PagedModel.load(
+        checkpoint,
+        config.dtype,
+        config.page_tokens,
+        _log_progress,
+        device=device,
+        attention=config.attention,
+    )
     layout = model.layout
-    pages = page_count(config, layout)
+    pages, state_slots = pool_sizes(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
             config.kv_host,
-            library=config.ucx or environment("KVRAIL_UCX"),
+            library=library,
             overrides=ucx_overrides(),
+            cuda=cuda is not None,
         )
         stack.callback(context.close)
-        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        reactor = open_reactor(
+            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads, cuda=cuda
+        )
         stack.callback(reactor.close)
-        pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
+        on_gpu = device != "cpu"
+        pools = Pools.allocate(
+            context,
+            pages=max(1, pages),
+            page_bytes=layout.unit_bytes,
+            state_slots=state_slots,
+            state_bytes=layout.state_bytes,
+            cuda=cuda if on_gpu else None,
+            pin=None if on_gpu else cuda,
+        )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
-        pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
+        pool = PagePool(pages, state_slots, growth_reserve=reserve)
         engine = EmbeddedEngine(
             model,
             pool,
             pools.pages.buffer,
+            state_memory=pools.state.buffer if pools.state is not None else None,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -109,8 +118,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 pools=pools,
                 options=_link_options(spec),
                 accept=config.role == "pe",
+                gpu=gpu_facts(cuda, mps_sign()),
             )
-            stack.callback(_close_links, links, memory)
+            stack.callback(_close_links, links, memory, pools)
         role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
@@ -121,15 +131,16 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             if links is not None and accepts
             else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
-            pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
+            pool_memory=f"cuda ({cuda.name})" if on_gpu and cuda else f"host ({pools.pages.backing})",
             queue_limit=queue_limit,
         )
 
 
-def _close_links(links: Links, memory: contextlib.ExitStack) -> None:
+def _close_links(links: Links, memory: contextlib.ExitStack, pools: Pools) -> None:
     """End the links; what a peer may still write into is left mapped, and goes with this process."""
     if not links.close():
         memory.pop_all()
+        pools.leave_open()
 
 
 def _log_progress(what: str, share: float) -> None:
@@ -185,7 +196,8 @@ def _role(
         receiver=receiver,
         send=send,
         verify_share=config.verify_kv,
-        seats=config.max_num_seqs,
+        # Who has a seat is sure of a state slot, however often it is preempted.
+        seats=min(config.max_num_seqs, pool.state_slots or config.max_num_seqs),
         largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),
     )
     # A few more than there are seats, so that a seat is taken again as soon as it is free.

@@ -92,6 +92,8 @@ class Completion:
         self._seats = seats
         self._largest_ticket = largest_ticket
         self._board = LinkBoard(send)
+        # Links whose pages a network card writes into our GPU.
+        self._written_by_card: set[LinkKey] = set()
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._stalled_since = 0.0
@@ -126,8 +128,11 @@ class Completion:
         receiver = self._receiver
         match event:
             case LinkUp(key, epoch, lane):
+                if lane.card_writes_gpu:
+                    self._written_by_card.add(key)
                 receiver.link_up(now, key, epoch, lane.fence)
             case LinkDown(key, epoch, reason):
+                self._written_by_card.discard(key)
                 receiver.link_down(now, key, epoch, reason)
             case Proven(key, epoch, how):
                 receiver.proven(now, key, epoch, how)
@@ -322,7 +327,16 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(
+            request.link,
+            pages=len(landed.pages),
+            states=landed.state_slot >= 0,
+            bytes=landed.bell.pushed_bytes,
+            tickets=1,
+        )
+        if request.link in self._written_by_card and self._pools.cuda is not None:
+            # Before anything on the GPU reads them.
+            self._pools.cuda.flush_remote_writes()
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)

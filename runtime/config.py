@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +18,21 @@ from urllib.parse import urlsplit
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
+    "Attention",
     "LaunchConfig",
     "child_environment",
     "environment",
     "is_loopback",
+    "keep_compiled_attention",
+    "mps_sign",
     "rank_environment",
     "ucx_overrides",
 ]
 
 Role = Literal["pe", "ce", "single"]
+Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -58,9 +64,22 @@ class LaunchConfig:
     )
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
-    kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
+    kv_memory_gb: float | None = _setting(
+        None,
+        "GiB for pages and state slots (default: 1 on a CPU, half of what the model leaves free on a GPU)",
+    )
+    state_slots: int | None = _setting(
+        None,
+        "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
+    )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
-    device: str = _setting("cpu", "cpu")
+    device: str = _setting(
+        "cpu",
+        "where model and pages live: cpu, cuda, or cuda:N (rank i of --dp takes the i-th GPU from there)",
+    )
+    attention: Literal["auto", "flashinfer", "torch"] = _setting(
+        "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
+    )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
@@ -68,12 +87,15 @@ class LaunchConfig:
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
     )
-    lane: Literal["auto", "shm", "put"] = _setting(
-        "auto", "how pages travel (shared memory, UCX put, or the best of both)"
+    lane: Literal["auto", "shm", "peer", "put"] = _setting(
+        "auto",
+        "how pages travel: shared memory, copies into the peer's GPU memory, UCX put, or the best that works",
     )
-    put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
+    put_transport: Literal["auto", "cma", "tcp"] = _setting(
+        "auto", "which UCX transport lane put may use (auto for pages in GPU memory)"
+    )
     require_lane: str | None = _setting(
-        None, "refuse links that do not get this lane (shm, put, put/cma, put/tcp)"
+        None, "refuse links that do not get this lane (shm, peer, put, put/cma, put/tcp, put/cuda_ipc)"
     )
     local_prefill: Literal["auto", "never", "always"] = _setting(
         "auto", "ce: prefill here when no prefill engine can (auto), never, or always"
@@ -127,6 +149,10 @@ class LaunchConfig:
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
+        _require(
+            self.state_slots is None or 1 <= self.state_slots < 2**31,
+            "--state-slots must be at least 1 and below 2^31",
+        )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
@@ -148,7 +174,25 @@ class LaunchConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
-        _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
+        _require(
+            _DEVICE.fullmatch(self.device) is not None, f"--device {self.device}: must be cpu, cuda or cuda:N"
+        )
+        on_gpu = self.device != "cpu"
+        _require(
+            not on_gpu or self.put_transport == "auto",
+            f"--put-transport {self.put_transport} is for host memory: UCX cannot put from or into a GPU over it alone",
+        )
+        _require(
+            not on_gpu or self.lane != "shm", f"--lane shm is for host memory, not for --device {self.device}"
+        )
+        _require(
+            on_gpu or self.lane != "peer" or self.role == "pe",
+            "--lane peer on a ce needs its pages in GPU memory: give --device cuda",
+        )
+        _require(
+            self.attention in ("auto", "flashinfer", "torch"),
+            f"--attention {self.attention}: must be auto, flashinfer or torch",
+        )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
@@ -170,6 +214,12 @@ class LaunchConfig:
     def resolved_port(self) -> int:
         """The HTTP port: as given, or the role's default."""
         return DEFAULT_PORT[self.role] if self.port is None else self.port
+
+    def device_of(self, rank: int) -> int | None:
+        """The ordinal of the CUDA device that this rank uses; None for the CPU."""
+        if self.device == "cpu":
+            return None
+        return int(self.device.partition(":")[2] or 0) + rank
 
     @property
     def model_name(self) -> str:
@@ -217,8 +267,8 @@ def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
     if required is None:
         return
     name, slash, transport = required.partition("/")
-    known = name == "put" and bool(transport) if slash else name in ("shm", "put")
-    _require(known, f"--require-lane {required}: must be shm, put, put/cma or put/tcp")
+    known = name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
+    _require(known, f"--require-lane {required}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc")
     _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
     _require(
         not transport or put_transport in ("auto", transport),
@@ -257,6 +307,21 @@ def rank_environment() -> dict[str, str]:
     if os.environ.get("OMP_WAIT_POLICY"):
         return child_environment()
     return child_environment(GOMP_SPINCOUNT="2000")
+
+
+def mps_sign() -> str:
+    """What says that CUDA programs of this user share GPUs through an MPS server, for people; "" when nothing does."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    # The daemon's pipe: it takes the file along when it quits.
+    return f"its control pipe is in {folder}" if (Path(folder) / "control").exists() else ""
+
+
+def keep_compiled_attention(folder: Path) -> None:
+    """Have FlashInfer keep the kernels that it compiles under `folder`, unless the user has said where.
+
+    Works until FlashInfer is imported: it reads the variable then.
+    """
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
 
 
 def ucx_overrides() -> dict[str, str]:

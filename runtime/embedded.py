@@ -4,10 +4,14 @@
 A sequence is waiting (no pages), running (pages for all its tokens; prefilling or decoding), or held (a finished
 prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
 computed again later; a prefill-only sequence never does, because its pages may be on their way already.
+
+On a GPU a step that samples nothing returns while its work is still queued. Pages go back to the PagePool only when
+nothing queued can touch them any more: `_release` waits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Any, Literal
 
@@ -16,10 +20,12 @@ import numpy.typing as npt
 import torch
 
 from kvrail.kernels.attention import Slice
+from kvrail.kernels.upload import upload
+from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.messages import Sampling
-from kvrail.runtime.model import PagedModel, pool_tensor
+from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.sampler import sample
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -28,12 +34,16 @@ from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
 
+_log = logging.getLogger(__name__)
+
 
 class EmbeddedEngine:
-    """Implements engine_protocol.Engine on one CPU.
+    """Implements engine_protocol.Engine on one CPU or GPU: the model's.
 
-    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine.
-    `max_model_len` is cut to what the model and the pool can hold.
+    `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
+    outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
+    sliding-window layers need. `max_model_len` is cut to what the model and the pool can hold. `prefix_cache` reuses
+    pages only where pages are all there is: without the rings at its end, a prefix of pages is of no use.
     """
 
     def __init__(
@@ -42,20 +52,27 @@ class EmbeddedEngine:
         pool: PagePool,
         memory: Any,
         *,
+        state_memory: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
     ) -> None:
         self.layout = model.layout
-        capacity = pool.pages * self.layout.page_tokens
+        if bool(self.layout.state_bytes) != bool(pool.state_slots and state_memory is not None):
+            raise ValueError(
+                f"{pool.state_slots} state slots for a model with {self.layout.state_bytes} bytes of state"
+            )
+        capacity = pool.pages * self.layout.page_tokens if self.layout.layers else model.max_model_len
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
         self._memory = pool_tensor(memory, pool.pages, self.layout)
+        self._compute = Compute(model.device)
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
-        self._prefix_cache = prefix_cache
+        self._rings = ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None
+        self._prefix_cache = prefix_cache and not self.layout.state_bytes
         self._namespace = bytes.fromhex(self.layout.fingerprint)
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
@@ -102,21 +119,28 @@ class EmbeddedEngine:
         first_token: int,
         cached_tokens: int,
     ) -> None:
-        """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
+        """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check_prompt(sequence_id, tokens)
         sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,))
         sequence.cached_tokens = cached_tokens
         pages = self._pool.pages_of(owner)
         if len(pages) != self.layout.pages_for(len(tokens)):
             raise ValueError(f"{owner} holds {len(pages)} pages, not those of {len(tokens)} tokens")
+        slot = self._pool.state_slot_of(owner)
+        if (slot >= 0) != (self._rings is not None):
+            raise ValueError(f"{owner} holds state slot {slot}; states have {self.layout.state_bytes} bytes")
         self._pool.rename(owner, sequence_id)
-        sequence.pages, sequence.computed = pages, len(tokens)
+        sequence.placed, sequence.pages, sequence.state_slot = True, pages, slot
+        sequence.computed = len(tokens)
+        # Whatever else came with the last page or the ring must not reach attention, not even times zero.
         used = len(tokens) % self.layout.page_tokens
-        if used:
-            # Whatever else came with the last page must not reach attention, not even times zero.
-            self._memory[pages[-1], :, :, used:] = 0
+        with self._compute.queue() as sequence.queued:
+            if used and pages:
+                self._memory[pages[-1], :, :, used:] = 0
+            if self._rings is not None:
+                self._rings[slot, :, :, len(tokens) :] = 0
         if self._finished_before(sequence):
-            self._pool.release(sequence_id)
+            self._release(sequence)
             return
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
@@ -141,7 +165,14 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
+        self._compute.settle()
         self._memory = torch.empty(0)
+        self._rings = None
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None on a CPU."""
+        return self._compute.stream
 
     @property
     def has_work(self) -> bool:
@@ -199,7 +230,9 @@ class EmbeddedEngine:
 
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
-        return (head, self._pool.available, self._pool.owned, len(self._running), len(self._sequences))
+        pool = self._pool
+        held = (pool.available, pool.owned, pool.free_states)
+        return (head, *held, len(self._running), len(self._sequences))
 
     def _admit(self) -> None:
         """Move waiting sequences into the batch while there are seats, tokens in the budget, and pages."""
@@ -208,7 +241,7 @@ class EmbeddedEngine:
             budget = max(budget, LEAST_CHUNK)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
-            if not self._take_pages(sequence):
+            if not self._place(sequence):
                 if self._hopeless():
                     self._waiting.popleft()
                     self._fail(
@@ -221,8 +254,12 @@ class EmbeddedEngine:
             self._running.append(sequence)
             budget -= sequence.remaining
 
-    def _take_pages(self, sequence: EngineSequence) -> bool:
-        """Pages for all tokens so far: cached ones for the longest known prefix, new ones for the rest."""
+    def _place(self, sequence: EngineSequence) -> bool:
+        """A state slot if there are any, and pages for all tokens so far: cached ones for the longest known prefix,
+        new ones for the rest.
+        """
+        if self._rings is not None and not self._pool.free_states:
+            return False
         page_tokens = self.layout.page_tokens
         cached: list[int] = []
         if self._prefix_cache:
@@ -232,10 +269,12 @@ class EmbeddedEngine:
             cached = self._pool.match(sequence.sequence_id, keys)
         missing = self.layout.pages_for(len(sequence.tokens)) - len(cached)
         # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
-        if missing > self._pool.available - sum(not s.prefill_only for s in self._running):
+        if missing and missing > self._pool.available - sum(not s.prefill_only for s in self._running):
             self._pool.release(sequence.sequence_id)
             return False
         sequence.pages = cached + self._new_pages(sequence, missing)
+        sequence.state_slot = self._new_slot(sequence)
+        sequence.placed = True
         sequence.indexed = len(cached)
         sequence.computed = len(cached) * page_tokens
         if sequence.cached_tokens is None:
@@ -244,9 +283,21 @@ class EmbeddedEngine:
 
     def _new_pages(self, sequence: EngineSequence, count: int) -> list[int]:
         pages = self._pool.allocate(sequence.sequence_id, count)
+        if not pages:
+            return pages
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
-        self._memory.index_fill_(0, torch.tensor(pages, dtype=torch.int64), 0)
+        with self._compute.queue() as sequence.queued:
+            (index,) = upload(self._memory.device, (np.asarray(pages, dtype=np.int64),))
+            # Eight bytes at a time: on a GPU this takes as long as there are elements.
+            self._memory.view(self._pool.pages, -1).view(torch.int64).index_fill_(0, index, 0)
         return pages
+
+    def _new_slot(self, sequence: EngineSequence) -> int:
+        slot = self._pool.allocate_state(sequence.sequence_id)
+        if self._rings is not None:
+            with self._compute.queue() as sequence.queued:
+                self._rings[slot] = 0
+        return slot
 
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
@@ -254,28 +305,29 @@ class EmbeddedEngine:
         What is in quarantine comes back in a moment, or never: how long to wait for it is the caller's to say.
         """
         pool = self._pool
-        return not self._running and pool.owned == pool.shared == pool.quarantined == 0
+        held = pool.owned + pool.shared + pool.quarantined + pool.state_slots - pool.free_states
+        return not self._running and held == 0
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def _with_pages(self, turns: list[Turn]) -> list[Turn]:
         """The turns that have pages for their tokens, after growth and, where it must be, preemption."""
         for turn in turns:
-            while (sequence := self._sequences[turn.sequence_id]).pages:
+            while (sequence := self._sequences[turn.sequence_id]).placed:
                 missing = self.layout.pages_for(sequence.computed + turn.tokens) - len(sequence.pages)
                 try:
                     sequence.pages += self._new_pages(sequence, missing) if missing > 0 else []
                     break
                 except NoPages:
                     self._preempt_one()
-        return [turn for turn in turns if self._sequences[turn.sequence_id].pages]
+        return [turn for turn in turns if self._sequences[turn.sequence_id].placed]
 
     def _preempt_one(self) -> None:
         chosen = victim([(s.sequence_id, not s.prefill_only) for s in self._running])
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._pool.release(chosen)
+        self._release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
@@ -288,24 +340,50 @@ class EmbeddedEngine:
         sampled: list[EngineSequence] = []
         for sequence, count in zip(batch, counts, strict=True):
             tokens += sequence.tokens[sequence.computed : sequence.computed + count]
-            slices.append(Slice(sequence.pages, sequence.computed, count))
+            slices.append(Slice(sequence.pages, sequence.computed, count, sequence.state_slot))
             if count == sequence.remaining:
                 wanted.append(len(tokens) - 1)
                 sampled.append(sequence)
-        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted)
+        # The position of a token is the number of tokens before it, wherever those were computed.
+        requests = [(s.sampling, len(s.tokens)) for s in sampled]
+        try:
+            with self._compute.queue() as number:
+                for sequence in batch:
+                    sequence.queued = number
+                logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted, self._rings)
+                drawn = sample(logits, requests) if sampled else []
+        except torch.OutOfMemoryError:
+            self._shrink(batch, counts)
+            return
+        if sampled:
+            self._compute.waited()
+        else:
+            self._compute.pace()
         for sequence, count in zip(batch, counts, strict=True):
             sequence.computed += count
             self._index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
-        if sampled:
-            # The position of a token is the number of tokens before it, wherever those were computed.
-            drawn = sample(logits, [(s.sampling, len(s.tokens)) for s in sampled])
-            for sequence, choice in zip(sampled, drawn, strict=True):
-                if choice is None:
-                    self._fail(sequence, "the model gave logits that are not numbers")
-                else:
-                    self._emit(sequence, *choice)
+        for sequence, choice in zip(sampled, drawn, strict=True):
+            if choice is None:
+                self._fail(sequence, "the model gave logits that are not numbers")
+            else:
+                self._emit(sequence, *choice)
+
+    def _shrink(self, batch: list[EngineSequence], counts: list[int]) -> None:
+        """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
+
+        Nothing has been counted as computed, so the same tokens come again.
+        """
+        torch.cuda.empty_cache()
+        remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
+        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
+            self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
+            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+        else:
+            _log.error("%s (the youngest sequence of the batch fails)", told)
+            self._fail(batch[-1], told)
 
     def _emit(self, sequence: EngineSequence, token: int, logprob: Any) -> None:
         sequence.tokens.append(token)
@@ -319,7 +397,7 @@ class EmbeddedEngine:
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
         self._outputs.append(sequence.output(finish_reason="abort", error=why))
-        if sequence.prefill_only and sequence.pages:
+        if sequence.prefill_only and sequence.placed:
             self._running.remove(sequence)
         else:
             self._drop(sequence)
@@ -337,4 +415,9 @@ class EmbeddedEngine:
         del self._sequences[sequence.sequence_id]
         if sequence in self._running:
             self._running.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: EngineSequence) -> None:
+        """Give pages back, once nothing that is queued can touch them."""
+        self._compute.settle(sequence.queued)
         self._pool.release(sequence.sequence_id)

@@ -35,11 +35,16 @@ class StepOutput(NamedTuple):
 
 
 class SequenceState(NamedTuple):
-    """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed."""
+    """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed.
+
+    `state_slot`: where the state of its sliding-window layers lies, or -1. Unlike pages it changes with every token
+    that is computed, so it is final only when the whole prompt is.
+    """
 
     pages: list[int]
     computed: int
     cached_tokens: int
+    state_slot: int = -1
 
 
 class Engine(Protocol):
@@ -47,6 +52,10 @@ class Engine(Protocol):
 
     layout: PageLayout
     max_model_len: int
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None when KV is there as soon as `step` returns."""
 
     def add(
         self,
@@ -98,7 +107,11 @@ class Engine(Protocol):
         """The state of a live sequence."""
 
     def step(self) -> list[StepOutput]:
-        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault."""
+        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault.
+
+        Where there is a `stream`, a step that sampled nothing may return before its KV is written: whoever pushes
+        pages orders that behind the stream. Pages that go back to the pool have nothing queued on them.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+import msgspec
+
 from kvrail.runtime.messages import LinkReport, ToFront
 from kvrail.transfer.link_events import (
     LinkDown,
@@ -54,7 +56,7 @@ class LinkBoard:
             table.pop(key, None)
 
     def count(self, key: LinkKey, **amounts: float) -> None:
-        """Add to the counters of a link (pages, bytes, tickets, failures); not of one that is forgotten."""
+        """Add to the counters of a link (pages, states, bytes, tickets, failures); not of one that is forgotten."""
         if key not in self._reports:
             return
         counters = self._counters.setdefault(key, Counter())
@@ -75,7 +77,7 @@ class LinkBoard:
             return
         match event:
             case LinkUp(key, epoch, lane):
-                self._counters.setdefault(key, Counter(pages=0, bytes=0, tickets=0))
+                self._counters.setdefault(key, Counter(pages=0, states=0, bytes=0, tickets=0))
                 self._set(
                     LinkReport(
                         incarnation=key.incarnation,
@@ -86,8 +88,9 @@ class LinkBoard:
                         transport=lane.transport,
                         memory=lane.memory,
                         reason=lane.reason,
-                        probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
+                        probes=[probe[:] for probe in lane.probes],
                         same_host=lane.same_host,
+                        slow=lane.slow,
                     )
                 )
             case LinkDown(key, _, reason):
@@ -117,20 +120,7 @@ class LinkBoard:
             self._set(LinkReport(incarnation=key.incarnation, rank=key.rank, state=state, reason=reason))
         elif (old.state, old.reason) != (state, reason):
             # The lane stays in the report of a link that is down: it says what was lost.
-            self._set(
-                LinkReport(
-                    incarnation=key.incarnation,
-                    rank=key.rank,
-                    state=state,
-                    epoch=old.epoch,
-                    lane=old.lane,
-                    transport=old.transport,
-                    memory=old.memory,
-                    reason=reason,
-                    probes=old.probes,
-                    same_host=old.same_host,
-                )
-            )
+            self._set(msgspec.structs.replace(old, state=state, reason=reason))
 
     def _set(self, report: LinkReport) -> None:
         for key in forget_ended(self._reports, LinkKey(report.incarnation, report.rank), report):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers model code over our page pool: one flat batch in, logits of chosen tokens out.
+"""transformers model code over our pages and rings: one flat batch in, logits of chosen tokens out.
 
 The model's own forward runs unchanged; its attention arrives in `_paged_attention` through the attention-function
 registry, with this step's plan as an extra keyword. Matrix products are replaced by quicker ones with the same
-meaning where this CPU needs it. A self-check at load compares the result with the untouched model.
+meaning where a CPU needs it, norms on a GPU. A self-check at load compares the result with the untouched model.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,17 +18,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvrail.kernels.attention import Slice, StepPlan
+from kvrail.kernels.attention import AttentionPlan, Planner, Slice, StepPlan
+from kvrail.kernels.flashinfer_attention import AttentionUnavailable, FlashInferAttention
+from kvrail.kernels.fused import fuse_norms
 from kvrail.kernels.linear import activation_dtype, swap_modules
-from kvrail.runtime.checkpoint import Checkpoint, Progress
+from kvrail.kernels.upload import upload
+from kvrail.runtime.architectures import layer_windows, shrunk_window
+from kvrail.runtime.checkpoint import Checkpoint, Progress, cache_dir
+from kvrail.runtime.config import Attention, keep_compiled_attention
+from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
-__all__ = ["PagedModel", "pool_tensor"]
+__all__ = ["PagedModel", "pool_tensor", "ring_tensor"]
 
 _log = logging.getLogger(__name__)
 _ATTENTION = "kvrail_paged"
 _CHECK_PAGE_TOKENS = 16
+# Shorter than the check's chunks, and than its prompts.
+_CHECK_WINDOW = 7
 # Root-mean-square difference of logits, relative to their spread, between our batch and the model by itself.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05}
 
@@ -40,104 +49,180 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    plan: StepPlan,
+    plan: AttentionPlan,
+    places: Sequence[int],
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls in every layer: [1, heads, T, dim] → [1, T, heads, dim]."""
+    """The attention function that transformers calls in every layer: [1, heads, T, dim] → [1, T, heads, dim].
+
+    `places`: the place of each layer among those of its kind (full, or sliding-window).
+    """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return plan.attend(layer, query[0], key[0], value[0], scaling)[None], None
+    out = plan.attend(
+        places[layer],
+        query[0],
+        key[0],
+        value[0],
+        scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
+    return out[None], None
 
 
 def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
-    """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over any writable buffer, without a copy."""
+    """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over `memory`, without a copy.
+
+    `memory` is any writable buffer, or (GPU memory) an object with `__cuda_array_interface__` of bytes.
+    """
+    return _tensor(memory, (pages, *layout.shape), layout)
+
+
+def ring_tensor(memory: Any, slots: int, layout: PageLayout) -> torch.Tensor:
+    """State slots [slots, window_layers, 2, window, kv_heads, head_dim], as pool_tensor."""
+    return _tensor(memory, (slots, *layout.ring_shape), layout)
+
+
+def _tensor(memory: Any, shape: tuple[int, ...], layout: PageLayout) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    count = pages * layout.page_bytes // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(pages, *layout.shape)
+    count = math.prod(shape)
+    if hasattr(memory, "__cuda_array_interface__"):
+        bytes_of = torch.as_tensor(memory)
+        if bytes_of.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+            raise ValueError("this GPU memory cannot be used without a copy")
+        return bytes_of[: count * dtype.itemsize].view(dtype).view(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 class PagedModel:
     """A loaded model. `layout` is the page geometry that its pool must have; `arithmetic` says how it computes."""
 
-    def __init__(self, model: Any, layout: PageLayout) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layout: PageLayout,
+        attention: Attention = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        """Take over `model`, which lies on the device that it is to compute on."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, _paged_attention)
         self.layout = layout
+        windows = layer_windows(model.config)
+        kinds = [window is None for window in windows]
+        self._places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
         self.vocab_size = int(model.config.vocab_size)
         self.max_model_len = int(model.config.max_position_embeddings)
         self._model: Any = model
         self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
+        self.device: torch.device = model.device
         dtype = getattr(torch, layout.dtype)
-        self._activations = activation_dtype(dtype)
-        self.arithmetic = swap_modules(self._model, dtype)
+        planner, name = _attention(attention, self.device, layout, model.config, progress)
+        self._plan: Planner = planner
+        if self.device.type == "cpu":
+            self._activations = activation_dtype(dtype)
+            self.arithmetic = swap_modules(self._model, dtype)
+        else:
+            self._activations = dtype
+            # Equality with a CPU, and of two engines, is promised in float32: no sums of 10-bit mantissas.
+            torch.set_float32_matmul_precision("highest")
+            fuse_norms(self._model)
+            self.arithmetic = f"{layout.dtype} on {device_name(self.device)}, {name}"
         _log.info("arithmetic: %s", self.arithmetic)
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, dtype: str, page_tokens: int, progress: Progress | None = None
+        cls,
+        checkpoint: Checkpoint,
+        dtype: str,
+        page_tokens: int,
+        progress: Progress | None = None,
+        *,
+        device: str = "cpu",
+        attention: Attention = "auto",
     ) -> PagedModel:
         """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-
         layout = checkpoint.layout(dtype, page_tokens)
+        place = open_device(device)
         if progress:
             progress("loading the weights", 0.0)
-        # Progress is the caller's to show.
-        disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder, dtype=getattr(torch, layout.dtype), attn_implementation="eager"
-            ).eval()
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
-        if progress:
-            progress("checking the model", 0.8)
-        expected = _own_logits(model, _check_prompts(model))
-        paged = cls(model, layout)
-        paged._check(expected)
+            model = _load_weights(checkpoint, layout.dtype).to(place)
+            if progress:
+                progress("checking the model", 0.8)
+            with shrunk_window(model, _CHECK_WINDOW):
+                expected = _own_logits(model, _check_prompts(model))
+                paged = cls(model, layout, attention, progress)
+                paged._check(expected)
+        except torch.OutOfMemoryError as error:
+            remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
+            raise ConfigError(out_of_memory(place, "loading the model", remedy)) from error
         if progress:
             progress("ready", 1.0)
         return paged
 
     def forward(
-        self, pool: torch.Tensor, tokens: np.ndarray[Any, Any], slices: list[Slice], wanted: Sequence[int]
+        self,
+        pool: torch.Tensor,
+        tokens: np.ndarray[Any, Any],
+        slices: list[Slice],
+        wanted: Sequence[int],
+        rings: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute the new tokens of each slice into the pool; return logits [len(wanted), vocabulary], float32.
+        """Compute the new tokens of each slice into pages and rings; return logits [len(wanted), vocabulary], float32.
 
-        tokens [T] in the order of the slices; `wanted` are indices into them.
+        tokens [T] in the order of the slices; `wanted` are indices into them. `rings`: see ring_tensor; needed by
+        models with sliding-window layers.
         """
         with torch.inference_mode():
-            plan = StepPlan(pool, slices, self._activations)
+            plan = self._plan(pool, slices, self._activations, rings)
+            ids, kept = upload(pool.device, (tokens.astype(np.int64), np.asarray(wanted, dtype=np.int64)))
             logits: torch.Tensor = self._model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+                input_ids=ids[None],
                 position_ids=plan.positions[None],
                 attention_mask=None,
                 use_cache=False,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
+                logits_to_keep=kept,
                 plan=plan,
+                places=self._places,
             ).logits[0]
             return logits.float()
 
     def _check(self, expected: torch.Tensor) -> None:
         """Raise ConfigError unless a flat paged batch gives `expected`, the model's own logits.
 
-        Two random sequences in uneven chunks, side by side, over scattered pages; single tokens at the end.
+        Two random sequences in uneven chunks, side by side, over scattered pages; single tokens at the end. Windows are
+        shrunk, so that a chunk is longer than the window, and one begins behind it.
         """
         page_tokens = _CHECK_PAGE_TOKENS
         prompts = _check_prompts(self._model)
         tables = [[3, 1], [2]]
-        shape = msgspec.structs.replace(self.layout, page_tokens=page_tokens).shape
-        pool = torch.zeros(4, *shape, dtype=getattr(torch, self.layout.dtype))
+        window = min(self.layout.window, _CHECK_WINDOW)
+        small = msgspec.structs.replace(self.layout, page_tokens=page_tokens, window=window)
+        like = torch.empty(0, dtype=getattr(torch, self.layout.dtype), device=self.device)
+        pool = like.new_zeros(4, *small.shape)
+        rings = like.new_zeros(3, *small.ring_shape) if small.window_layers else None
         done = [0, 0]
         for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
             active = [i for i in range(2) if counts[i]]
             tokens = np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in active])
-            slices = [Slice(tables[i], done[i], counts[i]) for i in active]
+            slices = [Slice(tables[i], done[i], counts[i], 2 - i) for i in active]
             ends = np.cumsum([counts[i] for i in active]) - 1
-            found = self.forward(pool, tokens, slices, ends.tolist())
+            try:
+                found = self.forward(pool, tokens, slices, ends.tolist(), rings)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"self-check failed: the {self._model.config.model_type} model cannot be computed over pages "
+                    f"with this version of transformers: {error}"
+                ) from error
             done = [done[i] + counts[i] for i in range(2)]
         difference = float((found - expected).square().mean().sqrt() / expected.std().clamp_min(1e-6))
         if not difference <= _TOLERANCE[self.layout.dtype]:
@@ -156,7 +241,49 @@ def _own_logits(model: Any, prompts: list[np.ndarray[Any, Any]]) -> torch.Tensor
     """Logits behind each prompt by the unchanged model, one whole sequence at a time."""
     with torch.inference_mode():
         rows = [
-            model(input_ids=torch.from_numpy(prompt)[None], use_cache=False, logits_to_keep=1).logits[0, -1]
-            for prompt in prompts
+            model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+            for ids in upload(model.device, prompts)
         ]
         return torch.stack(rows).float()
+
+
+def _load_weights(checkpoint: Checkpoint, dtype: str) -> Any:
+    """The model as transformers has it, in host memory."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    # Progress is the caller's to show.
+    disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
+
+
+def _attention(
+    wanted: Attention, device: torch.device, layout: PageLayout, config: Any, progress: Progress | None
+) -> tuple[Planner, str]:
+    """How attention is planned, and its name. Raises ConfigError when `wanted` cannot be had."""
+    if wanted == "torch" or (wanted == "auto" and device.type == "cpu"):
+        return StepPlan, "torch attention"
+    keep_compiled_attention(cache_dir())
+    try:
+        found = FlashInferAttention(
+            device,
+            heads=config.num_attention_heads,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=getattr(torch, layout.dtype),
+        )
+        if not found.compiled and progress:
+            progress("compiling attention kernels (about half a minute, once)", 0.8)
+        found.compile()
+    except AttentionUnavailable as error:
+        if wanted == "flashinfer":
+            raise ConfigError(f"--attention flashinfer: {error}") from error
+        _log.warning("attention is torch's own, which is much slower in 16 bits: %s", error)
+        return StepPlan, "torch attention"
+    return found.plan, "FlashInfer attention"

@@ -20,6 +20,7 @@ def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
         "pages_owned": pool.owned,
         "pages_quarantined": pool.quarantined,
         "pages_held": pool.owned + pool.shared + pool.quarantined,
+        "state_slots_capacity": pool.state_slots,
         "state_slots_free": pool.free_states,
         "sequences_running": load["running"],
         "sequences_waiting": load["waiting"],

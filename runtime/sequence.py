@@ -21,7 +21,8 @@ class EngineSequence:
     """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
 
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
-    of which the first `indexed` were offered to the prefix cache or came from it.
+    of which the first `indexed` were offered to the prefix cache or came from it. `state_slot` is where its rings lie
+    (-1: none). `placed`: it has all the memory that its tokens need (which may be no page at all).
     """
 
     __slots__ = (
@@ -31,10 +32,13 @@ class EngineSequence:
         "indexed",
         "keys",
         "pages",
+        "placed",
         "prefill_only",
         "prompt_tokens",
+        "queued",
         "sampling",
         "sequence_id",
+        "state_slot",
         "tokens",
     )
 
@@ -54,10 +58,14 @@ class EngineSequence:
         self.emitted = len(self.tokens) - len(prompt)
         self.sampling = sampling
         self.prefill_only = prefill_only
+        self.placed = False
         self.pages: list[int] = []
+        self.state_slot = -1
         self.keys: list[bytes] = []
         self.indexed = 0
         self.computed = 0
+        # The last work on its pages that was given to the device (see device.Compute).
+        self.queued = 0
         # Unknown until the first match; a sequence that is computed anew keeps its first answer.
         self.cached_tokens: int | None = None
 
@@ -69,7 +77,7 @@ class EngineSequence:
     @property
     def state(self) -> SequenceState:
         """The snapshot that the engine shows."""
-        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0)
+        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0, self.state_slot)
 
     def page_keys(self, namespace: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
         """Keys of the first `full_pages` pages."""
@@ -79,8 +87,9 @@ class EngineSequence:
         return self.keys[:full_pages]
 
     def restart(self) -> None:
-        """Its pages are gone: everything is to be computed again (nothing is emitted again)."""
-        self.pages, self.computed, self.indexed = [], 0, 0
+        """Its memory is gone: everything is to be computed again (nothing is emitted again)."""
+        self.placed, self.pages, self.state_slot = False, [], -1
+        self.computed, self.indexed = 0, 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the sequence ends with its last token."""

@@ -72,6 +72,12 @@ class CudaDevice:
     def name(self) -> str: ...
     @property
     def multiprocessors(self) -> int: ...
+    @property
+    def shared_by_mps(self) -> bool:
+        """Whether MPS shares it, as far as the driver can tell."""
+    def flush_remote_writes(self) -> None:
+        """After a network card has written into its memory, before its kernels read: nothing on devices that keep
+        the order by themselves."""
     def make_current(self) -> None:
         """Make its context the calling thread's: UCX looks there when it registers GPU memory."""
     def allocate(self, nbytes: int) -> DeviceMemory:
@@ -103,7 +109,10 @@ class DeviceMemory:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Waits for the copy alone: what other streams write meanwhile is there or not."""
     def write(self, offset: int, content: bytes) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free it; so does dropping the last reference."""
+    def leave_open(self) -> None:
+        """Never free it: a living peer may have it mapped. The end of the process does."""
 
 @final
 class PinnedMemory:
@@ -247,6 +256,8 @@ class Writer:
         way: Literal["", "kernel", "engine", "shm", "put"] = "",
     ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
+
+        Bounds are checked before anything is written, in a list of more than 32768 units for each so many.
 
         The indices are copied before it returns. Source units must lie in one registered region, whatever the way; for
         kernel and engine in GPU memory or in pinned host memory. Nothing is copied before `after` is done; until then

@@ -12,7 +12,7 @@ stays open, and the end of the process frees it.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvrail.transfer.errors import CudaFailed, TransferError, UcxFailed
 
@@ -70,7 +70,7 @@ class DevicePool:
         self.units = units
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
-        self.memory = "cuda"
+        self.memory: Final = "cuda"
         self.backing = "cuda"
         self.cuda = cuda
         try:
@@ -135,6 +135,12 @@ class DevicePool:
             raise TransferError(f"pool {self.name} is still viewed: drop its tensors first")
         if self._memory is not None:
             self._memory.close()
+            self._memory = None
+
+    def leave_open(self) -> None:
+        """Give the pool up without freeing it: the peer that has it mapped lives, and only our own end is safe."""
+        if self._memory is not None:
+            self._memory.leave_open()
             self._memory = None
 
     def _open(self) -> _ucx.DeviceMemory:

@@ -79,7 +79,7 @@ class HostPool:
         self.units = units
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
-        self.memory = "host"
+        self.memory: Final = "host"
         self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name)
         self.backing: Backing = "hugetlb" if hugetlb else _backing(self.address, self.mapped_bytes)
         self._pinned: _ucx.PinnedMemory | None = None
@@ -171,16 +171,18 @@ class Pools:
         state_slots: int = 0,
         state_bytes: int = 0,
         cuda: _ucx.CudaDevice | None = None,
+        pin: _ucx.CudaDevice | None = None,
     ) -> Pools:
         """All pools of a rank: pages, state slots (none when `state_bytes` is 0), and probe areas of 8 MiB.
 
-        Raises OutOfMemory or CudaFailed when one of them cannot be had.
+        In the memory of `cuda`, else of the host, where `pin` has them page-locked for that GPU to read. Raises
+        OutOfMemory or CudaFailed when one of them cannot be had.
         """
         made: list[HostPool | DevicePool] = []
 
         def pool(name: str, units: int, unit_bytes: int) -> HostPool | DevicePool:
             if cuda is None:
-                made.append(HostPool(context, units=units, unit_bytes=unit_bytes, name=name))
+                made.append(HostPool(context, units=units, unit_bytes=unit_bytes, name=name, pin=pin))
             else:
                 made.append(DevicePool(context, cuda, units=units, unit_bytes=unit_bytes, name=name))
             return made[-1]
@@ -213,6 +215,12 @@ class Pools:
         if self.state is not None:
             yield STATE_POOL, self.state
         yield PROBE_POOL, self.probe
+
+    def leave_open(self) -> None:
+        """Close none of them, ever: peers may still write into them. They go with this process."""
+        for _, pool in self.by_id():
+            if isinstance(pool, DevicePool):
+                pool.leave_open()
 
     def close(self) -> None:
         """Close all of them (see HostPool.close, DevicePool.close)."""
@@ -300,7 +308,7 @@ def _call(name: str, *values: int | None) -> int:
 def _short(name: str, size: int, available: int) -> str:
     return (
         f"pool {name} needs {size >> 20} MiB of memory and the host has {available >> 20} MiB available: "
-        "take fewer pages (--kv-pages or --kv-memory-gb)"
+        "take fewer pages (--kv-pages or --kv-memory-gb) or state slots (--state-slots)"
     )
 
 

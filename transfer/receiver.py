@@ -183,7 +183,10 @@ class Receiver:
         if known.held + count > share:
             raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
         slots = self._pool.state_slots
-        if slots and known.held_slots >= max(1, int(self._share * slots)):
+        slot_share = max(1, int(self._share * slots))
+        if slots and known.unproven_slots >= slot_share:
+            raise LinkLost(f"all {slot_share} state slots of the link's share are in quarantine, unproven")
+        if slots and known.held_slots >= slot_share:
             raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
         ticket_id = self._random(16)
         owner = owner_of(ticket_id)

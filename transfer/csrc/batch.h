@@ -63,13 +63,14 @@ struct Run {
 class Batch {
  public:
   Batch(std::uint32_t pool, std::uint64_t source, std::vector<std::uint32_t> sources,
-        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after)
+        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after, bool ends_push)
       : pool_id(pool),
         source(source),
         sources(std::move(sources)),
         targets(std::move(targets)),
         way(way),
-        after(std::move(after)) {}
+        after(std::move(after)),
+        ends_push(ends_push) {}
 
   // Binds the batch to the peer's pool and to our registered memory. Returns why it cannot, or "": nothing
   // else in the system checks bounds, over tcp and cma a key protects nothing.
@@ -129,6 +130,7 @@ class Batch {
   const std::vector<std::uint32_t> targets;
   Way way;
   std::shared_ptr<CudaFence> after;  // until it is known to be done
+  const bool ends_push;              // the last piece of what was pushed at once
   std::shared_ptr<Pool> pool;
   std::shared_ptr<Region> region;
 

@@ -13,9 +13,9 @@ namespace {
 constexpr int kBlocksFromGpu = 10, kBlocksFromHost = 4;
 // For so few bytes the indices are read faster where they are than copied to the GPU first.
 constexpr std::uint64_t kFewBytes = 256 << 10;
-constexpr std::uint64_t kPlaceBytes = 2 * 16384 * sizeof(std::uint32_t);
-// Most slices are over within this; what takes longer waits for a busy GPU.
-constexpr Nanos kSpin = 500 * kMicro;
+constexpr std::uint64_t kPlaceBytes = 2 * 32768 * sizeof(std::uint32_t);
+// Two slices are over within this; what takes longer waits for a busy GPU.
+constexpr Nanos kSpin = 2 * kMilli;
 constexpr Nanos kNap = 20 * kMicro;
 
 }  // namespace
@@ -27,8 +27,8 @@ CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device)
       indices_(*device_, kSlices * kPlaceBytes),
       mirror_(*device_, kSlices * kPlaceBytes, stream_),
       counter_(*device_, sizeof(std::uint64_t), stream_),
-      events_{CudaEvent(*device_), CudaEvent(*device_), CudaEvent(*device_)},
-      uploaded_{CudaEvent(*device_), CudaEvent(*device_), CudaEvent(*device_)} {
+      events_{CudaEvent(*device_), CudaEvent(*device_)},
+      uploaded_{CudaEvent(*device_), CudaEvent(*device_)} {
   static_assert(kPlaceBytes == 2 * kSliceUnits * sizeof(std::uint32_t));
 }
 
@@ -55,9 +55,13 @@ const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::sh
   return running_.back().slice;
 }
 
+std::uint64_t CudaCopier::slice_bytes(const Batch& batch) {
+  return batch.region->is_host() ? kSliceFromHost : kSliceFromGpu;
+}
+
 void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice) {
   const std::uint64_t size = batch.pool->unit_bytes;
-  const std::uint64_t fit = std::clamp<std::uint64_t>(kSliceBytes / size, 1, kSliceUnits);
+  const std::uint64_t fit = std::clamp<std::uint64_t>(slice_bytes(batch) / size, 1, kSliceUnits);
   const Batch::Units units = batch.take_units(static_cast<std::uint32_t>(fit));
   slice.units = units.count;
   slice.nbytes = units.count * size;
@@ -96,7 +100,7 @@ void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice)
 
 void CudaCopier::launch_copies(Batch& batch, GpuSlice& slice) {
   const CudaDriver& driver = device_->driver();
-  take_slice(batch, kSliceBytes, runs_, kSliceRuns);
+  take_slice(batch, slice_bytes(batch), runs_, kSliceRuns);
   for (Run& run : runs_) {
     slice.units += run.units;
     slice.nbytes += run.nbytes;

@@ -52,10 +52,11 @@ class CudaCopier {
   Nanos nap(Nanos now) const;
 
  private:
-  // Together they bound how long a stop has to wait: half a millisecond over NVLink, 4 ms over PCIe.
-  static constexpr std::size_t kSlices = 3;
-  static constexpr std::uint64_t kSliceBytes = 64 << 20;
-  static constexpr std::uint32_t kSliceUnits = 16384;
+  // One runs, one waits behind it. With the sizes below they bound how long a stop, or another writer's page, has to
+  // wait: a millisecond. Each launch costs the time of 3 MiB over NVLink, in which the link idles.
+  static constexpr std::size_t kSlices = 2;
+  static constexpr std::uint64_t kSliceFromGpu = 128 << 20, kSliceFromHost = 32 << 20;
+  static constexpr std::uint32_t kSliceUnits = 32768;
   static constexpr std::size_t kSliceRuns = 256;
 
   struct Running {
@@ -64,6 +65,7 @@ class CudaCopier {
     Nanos launched;
   };
 
+  static std::uint64_t slice_bytes(const Batch& batch);
   void launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice);
   void launch_copies(Batch& batch, GpuSlice& slice);
 

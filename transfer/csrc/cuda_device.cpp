@@ -8,7 +8,11 @@
 namespace kvrail {
 namespace {
 
-constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_…
+// CU_DEVICE_ATTRIBUTE_…
+constexpr int kMultiprocessorCount = 16, kFlushWritesOptions = 117, kWritesOrdering = 118, kMpsEnabled = 133;
+// A device of this ordering sees remote writes in order by itself.
+constexpr int kOrderedForOwner = 100;
+constexpr int kFlushByHost = 1, kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kIpcLazyEnablePeerAccess = 1;
@@ -80,6 +84,10 @@ CudaDevice::CudaDevice(int ordinal) : driver_(CudaDriver::get()), ordinal_(ordin
   driver_.check(driver_.device_uuid(&uuid, handle_), "cuDeviceGetUuid");
   uuid_.assign(uuid.bytes, sizeof uuid.bytes);
   driver_.check(driver_.device_attribute(&multiprocessors_, kMultiprocessorCount, handle_), "cuDeviceGetAttribute");
+  int ordering = 0, options = 0;
+  driver_.check(driver_.device_attribute(&ordering, kWritesOrdering, handle_), "cuDeviceGetAttribute");
+  driver_.check(driver_.device_attribute(&options, kFlushWritesOptions, handle_), "cuDeviceGetAttribute");
+  flushes_ = ordering < kOrderedForOwner && (options & kFlushByHost) != 0;
   int result = driver_.context_retain(&context_, handle_);
   if (result != kCudaSuccess)
     driver_.fail(result, "cuDevicePrimaryCtxRetain", "CUDA device " + std::to_string(ordinal) + " (" + name_ + ")");
@@ -100,6 +108,18 @@ std::shared_ptr<CudaFence> CudaDevice::record(CuStream stream) const {
   CudaScope scope(*this);
   fence->event.record(stream);
   return fence;
+}
+
+bool CudaDevice::shared_by_mps() const {
+  int enabled = 0;
+  // A driver that does not know the attribute cannot tell.
+  return driver_.device_attribute(&enabled, kMpsEnabled, handle_) == kCudaSuccess && enabled != 0;
+}
+
+void CudaDevice::flush_remote_writes() const {
+  if (!flushes_) return;
+  CudaScope scope(*this);
+  driver_.check(driver_.flush_writes(kFlushCurrentContext, kFlushToOwner), "cuFlushGPUDirectRDMAWrites");
 }
 
 void CudaDevice::load_kernels(const std::string& cubin) {

@@ -84,6 +84,10 @@ class CudaDevice : public std::enable_shared_from_this<CudaDevice> {
   const std::string& name() const { return name_; }
   const std::string& uuid() const { return uuid_; }
   int multiprocessors() const { return multiprocessors_; }
+  // MPS shares it: its server makes our writes, and goes on when this process is gone.
+  bool shared_by_mps() const;
+  // What network cards have written into its memory is visible to its kernels from here on.
+  void flush_remote_writes() const;
   // For as long as the thread lives.
   void make_current() const { driver_.check(driver_.context_set(context_), "cuCtxSetCurrent"); }
   std::shared_ptr<CudaFence> record(CuStream stream) const;
@@ -120,6 +124,7 @@ class CudaDevice : public std::enable_shared_from_this<CudaDevice> {
   CuContext context_ = nullptr;
   std::string name_, uuid_;
   int multiprocessors_ = 0;
+  bool flushes_ = false;
 
   mutable std::mutex mutex_;
   CuModule module_ = nullptr;

@@ -70,6 +70,7 @@ class CudaError : public std::runtime_error {
   X(stream_destroy, cuStreamDestroy_v2, CuStream)                                                                 \
   X(stream_wait, cuStreamWaitEvent, CuStream, CuEvent, unsigned)                                                  \
   X(stream_synchronize, cuStreamSynchronize, CuStream)                                                            \
+  X(flush_writes, cuFlushGPUDirectRDMAWrites, int, int)                                                           \
   X(event_create, cuEventCreate, CuEvent*, unsigned)                                                              \
   X(event_record, cuEventRecord, CuEvent, CuStream)                                                               \
   X(event_query, cuEventQuery, CuEvent)                                                                           \

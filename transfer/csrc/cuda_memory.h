@@ -27,6 +27,8 @@ class DeviceMemory {
   void write(std::uint64_t offset, const void* from, std::uint64_t nbytes) const;
   // Idempotent. Only when no importer has it mapped any more.
   void close();
+  // Never free it: a living peer may have it mapped. The end of the process does.
+  void leave_open() { address_ = 0; }
 
  private:
   void copy(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t host, bool to_device) const;

@@ -104,11 +104,19 @@ class PyWriter {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
-    auto batch = std::make_shared<Batch>(pool, source,
-                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()),
-                                         way_named(way), after != nullptr ? after->fence : nullptr);
-    act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+    const Way wished = way_named(way);
+    const std::shared_ptr<CudaFence> fence = after != nullptr ? after->fence : nullptr;
+    // In pieces: while the indices of one are copied here, the one before it is on its way. An empty list is a piece.
+    std::size_t first = 0;
+    do {
+      const std::size_t end = std::min(sources.size(), first + kPieceUnits);
+      using List = std::vector<std::uint32_t>;
+      auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
+                                           List(targets.data() + first, targets.data() + end), wished, fence,
+                                           end == sources.size());
+      act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+      first = end;
+    } while (first < sources.size());
   }
 
   void ring(const nb::bytes& message) {
@@ -124,6 +132,9 @@ class PyWriter {
   }
 
  private:
+  // As many as the longest slice of a copy.
+  static constexpr std::size_t kPieceUnits = 32768;
+
   void act(std::function<void(Writer&)> what) { link_->link->on_writer(writer_, std::move(what)); }
 
   const std::shared_ptr<PyLink> link_;

@@ -71,7 +71,8 @@ void bind_cuda(nb::module_& m) {
       .def("ipc_handle", [](const DeviceMemory& self) { return to_bytes(self.ipc_handle()); })
       .def("read", &read, "offset"_a, "nbytes"_a)
       .def("write", &write, "offset"_a, "content"_a)
-      .def("close", &DeviceMemory::close, ReleaseGil());
+      .def("close", &DeviceMemory::close, ReleaseGil())
+      .def("leave_open", &DeviceMemory::leave_open);
 
   nb::class_<PinnedMemory>(m, "PinnedMemory")
       .def_prop_ro("address", &PinnedMemory::address)
@@ -84,6 +85,9 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("uuid", [](const PyCudaDevice& self) { return to_bytes(self.device->uuid()); })
       .def_prop_ro("name", [](const PyCudaDevice& self) { return self.device->name(); })
       .def_prop_ro("multiprocessors", [](const PyCudaDevice& self) { return self.device->multiprocessors(); })
+      .def_prop_ro("shared_by_mps", [](const PyCudaDevice& self) { return self.device->shared_by_mps(); })
+      .def(
+          "flush_remote_writes", [](const PyCudaDevice& self) { self.device->flush_remote_writes(); }, ReleaseGil())
       .def("make_current", [](const PyCudaDevice& self) { self.device->make_current(); })
       .def(
           "allocate",

@@ -34,7 +34,8 @@ void Writer::add(std::shared_ptr<Batch> batch) {
   if (stopping_ || refused_ != UCS_OK) return;
   auto pool = link_.pool(batch->pool_id);
   if (!pool) return fail(UCS_ERR_NO_ELEM, "pool " + std::to_string(batch->pool_id) + " was not imported");
-  progress_due_ = true;
+  // With more pieces to come there is no progress to tell.
+  progress_due_ = batch->ends_push;
   if (batch->empty()) return;
   std::uint32_t low = batch->sources[0], high = low;
   for (std::uint32_t unit : batch->sources) {
