@@ -87,6 +87,30 @@ class LaunchConfig:
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
     )
+    chat_template: str | None = _setting(None, "file with a chat template to use instead of the model's own")
+    trust_remote_code: bool = _setting(
+        False, "run the Python code with which some models render prompts; it comes with the weights"
+    )
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v32",
+    ] = _setting("auto", "how the model writes tool calls (auto: by its chat template)")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] = _setting(
+        "auto", "how the model marks its thinking (auto: by its chat template)"
+    )
+    tokenizer_backend: Literal["auto", "hf", "fastokens"] = _setting(
+        "auto", "hf, fastokens (several times faster), or fastokens where it is installed (auto)"
+    )
+    tokenizer_verify_rate: float = _setting(
+        0.01, "share of texts that fastokens and hf both tokenise; a difference ends the use of fastokens"
+    )
     lane: Literal["auto", "shm", "peer", "put"] = _setting(
         "auto",
         "how pages travel: shared memory, copies into the peer's GPU memory, UCX put, or the best that works",
@@ -127,6 +151,19 @@ class LaunchConfig:
         None, "which UCX: wheel, system, or a folder (default: KVRAIL_UCX, else wheel)"
     )
     max_queue: int = _setting(256, "requests that may wait; beyond it 429")
+    max_prompt_tokens: int | None = _setting(
+        None, "longest prompt (default: as much as --max-model-len leaves room for)"
+    )
+    max_body_mb: float = _setting(32.0, "largest body of a request in MiB; beyond it 413")
+    request_timeout_s: float | None = _setting(
+        None, "seconds that a request may take, waiting included; beyond it 504 (default: any time)"
+    )
+    cors_origin: tuple[str, ...] = _setting(
+        (), "origin whose pages may call this server from a browser, or *; may be given several times"
+    )
+    access_log: Literal["json", "none"] = _setting(
+        "json", "one line of JSON for each HTTP request, without any of its text (json), or none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
 
     def __post_init__(self) -> None:
@@ -154,10 +191,20 @@ class LaunchConfig:
             "--state-slots must be at least 1 and below 2^31",
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
+        _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
         _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _require(self.max_queue >= 0, "--max-queue must be at least 0")
+        _require(
+            self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
+            "--max-prompt-tokens must be at least 1",
+        )
+        _require(0 < self.max_body_mb <= 4096, "--max-body-mb must be above 0 and at most 4096")
+        _require(
+            self.request_timeout_s is None or 0 < self.request_timeout_s <= 86400 * 7,
+            "--request-timeout-s must be above 0 and at most a week",
+        )
         _require(self.local_prefill_max_tokens >= 0, "--local-prefill-max-tokens must be at least 0")
         _require(
             self.spin_us is None or 0 <= self.spin_us <= 10**6, "--spin-us must be between 0 and 1000000"

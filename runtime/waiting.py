@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -13,13 +13,17 @@ import numpy.typing as npt
 from kvrail.runtime.messages import Submit
 from kvrail.transfer.errors import NoPages, ShareUsed
 from kvrail.transfer.link_events import LinkKey
+from kvrail.transfer.wire import HandOff
 
 __all__ = ["Request", "grant_in_turn"]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room."""
+    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
+
+    `open`: the choices that have not ended.
+    """
 
     submit: Submit
     tokens: npt.NDArray[np.uint32]
@@ -28,6 +32,14 @@ class Request:
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.open.update(range(self.submit.sampling.n))
+
+    def going_on(self, hand_off: HandOff) -> dict[int, int]:
+        """The first tokens of the choices that have not ended."""
+        return {choice: first.token for choice, first in enumerate(hand_off.firsts) if choice in self.open}
 
     @property
     def id(self) -> str:

@@ -38,7 +38,7 @@ class LateCompute(Compute):
 def _late(rig: Any) -> LateCompute:
     """Let the rig's work be late, and fail where pages with queued work on them go back."""
     compute = LateCompute()
-    rig.engine._compute = compute
+    rig.engine._compute = rig.engine._memory.compute = compute
     release, allocate, rename = rig.pool.release, rig.pool.allocate, rig.pool.rename
     forward = rig.engine._model.forward
     last_work: dict[int, int] = {}
@@ -107,21 +107,33 @@ def test_whatever_happens(models, prompt, greedy, seed) -> None:
     names = []
     for turn in range(60):
         choice, name = rng.random(), f"r{turn}"
-        one, sampling = prompt(rng.randint(1, 70), rng.randint(0, 3)), greedy(rng.choice([1, 5, 30]))
+        one, sampling = (
+            prompt(rng.randint(1, 70), rng.randint(0, 3)),
+            greedy(rng.choice([1, 5, 30]), n=rng.choice([1, 1, 3])),
+        )
         if choice < 0.3:
             rig.engine.add(name, one, sampling, prefill_only=rng.random() < 0.4)
             names.append(name)
         elif choice < 0.4 and rig.pool.available >= rig.model.layout.pages_for(len(one)):
             rig.pool.allocate("ticket", rig.model.layout.pages_for(len(one)))
-            rig.engine.adopt(name, one, sampling, owner="ticket", first_token=9, cached_tokens=0)
+            rig.engine.adopt(
+                name,
+                one,
+                sampling,
+                owner="ticket",
+                first_tokens=dict.fromkeys(range(sampling.n), 9),
+                cached_tokens=0,
+            )
             names.append(name)
         elif choice < 0.6 and names:
             rig.engine.abort(rng.choice(names))
         elif rig.engine.has_work:
-            rig.step()
+            rig.engine.step()
+        rig.pool.check()
     for name in names:
         rig.engine.abort(name)
-    rig.drain()
+    while rig.engine.has_work:
+        rig.engine.step()
     rig.assert_idle()
     rig.engine.close()
     assert compute.done == compute._issued

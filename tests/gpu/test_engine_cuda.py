@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.conftest import Models, Rig, greedy
 from kit.tiny_families import FAMILIES
@@ -60,12 +59,6 @@ def _poison(size: int) -> torch.Tensor:
 
 
 class CudaModels(Models):
-    def _reference(self, kind: str) -> Any:
-        # Not torch's fused attention, which leaves out what some families do to their scores.
-        return AutoModelForCausalLM.from_pretrained(
-            self.checkpoint(kind).folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-
     def _load(
         self, kind: str, page_tokens: int = 16, dtype: str = "float32", attention: str = "auto"
     ) -> PagedModel:
@@ -148,7 +141,7 @@ def test_adopt_equals_the_single_engine(models, prompt, length, temperature) -> 
     if length % 16:
         decode.tensor[pages[-1], :, :, length % 16 :] = torch.nan
     torch.cuda.synchronize()
-    decode.engine.adopt("d", one, sampling, owner="ticket", first_token=expected[0], cached_tokens=0)
+    decode.engine.adopt("d", one, sampling, owner="ticket", first_tokens={0: expected[0]}, cached_tokens=0)
     prefill.engine.release("p")
     decode.drain()
     assert decode.tokens["d"] == expected[1:]
@@ -202,7 +195,7 @@ def test_adopted_and_ended_at_once_waits_for_its_zeroes(models, prompt, slow_str
     rig = models.rig()
     rig.pool.allocate("ticket", 1)
     stream = slow_stream(rig.engine)
-    rig.engine.adopt("d", prompt(5), greedy(1), owner="ticket", first_token=9, cached_tokens=0)
+    rig.engine.adopt("d", prompt(5), greedy(1), owner="ticket", first_tokens={0: 9}, cached_tokens=0)
     assert stream.query()
     rig.drain()
     rig.assert_idle()

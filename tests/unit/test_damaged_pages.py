@@ -30,6 +30,7 @@ class FakeEngine:
     layout = LAYOUT
     max_model_len = 64
     has_work = False
+    vocab_size = 100
 
     def __init__(self) -> None:
         self.adopted: list[str] = []
@@ -100,34 +101,7 @@ class Landing:
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("first_token_ahead", [False, True])
 def test_damaged_pages_are_never_decoded(damaged: bool, first_token_ahead: bool) -> None:
-<<<<<<< HEAD
     landing = Landing()
-=======
-    memory = np.arange(8 * LAYOUT.page_bytes // 4, dtype=np.uint32)
-    pages = SimpleNamespace(address=memory.ctypes.data, units=8, unit_bytes=LAYOUT.page_bytes)
-    told: list[Any] = []
-    on_link: list[Any] = []
-    pool, engine = PagePool(8), FakeEngine()
-    completion = Completion(
-        engine=engine,  # type: ignore[arg-type]
-        pool=pool,
-        pools=SimpleNamespace(pages=pages, state=None),  # type: ignore[arg-type]
-        links=SimpleNamespace(send=lambda key, message: on_link.append(message)),  # type: ignore[arg-type]
-        receiver=Receiver(pool, LAYOUT, incarnation=b"c" * 16, rank=0, link_share=1.0),
-        send=told.append,
-        verify_share=1.0,
-        seats=4,
-        largest_ticket=8,
-    )
-    completion.on_link(0.0, LinkUp(PE, 1, LaneInfo("shm", "memcpy", "host", "process")))
-    tokens = pack_u32(range(40))
-    sampling = Sampling(max_tokens=5, seed=1)
-    completion.handle(0.0, Submit(request_id="r", tokens=tokens, sampling=sampling, peer=PE))
-    completion.tick(0.0)
-    (grant,) = (message for message in on_link if isinstance(message, Grant))
-    hand_off = HandOff(first_token=7, seed=1, next_position=41)
-    sums = page_checksums(pages, unpack_u32(grant.pages))  # type: ignore[arg-type]
->>>>>>> cuda-core
     if damaged:
         landing.damage()
     failures, emitted = landing.land(first_token_ahead=first_token_ahead)
