@@ -13,12 +13,16 @@ import importlib.util
 import time
 from typing import Any
 
-from kvrail.frontend.bench_rank import Indices, Memory
+from kvrail.frontend.bench_rank import Indices
+from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.memory import HostPool
 
 __all__ = ["NixlReceiver", "NixlSender", "nixl_version"]
 
 _BATCH_S = 60.0
+
+Pool = HostPool | DevicePool
 
 
 def nixl_version() -> str | None:
@@ -39,28 +43,35 @@ def nixl_version() -> str | None:
     return "unknown"
 
 
-def _agent(name: str, memory: Memory) -> Any:
+def _place(pool: Pool) -> tuple[str, int]:
+    """NIXL's word for the kind of memory, and the device."""
+    return ("VRAM", pool.cuda.ordinal) if isinstance(pool, DevicePool) else ("DRAM", 0)
+
+
+def _agent(name: str, pool: Pool) -> Any:
     api = importlib.import_module("nixl._api")
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-    agent.register_memory([(memory.pool.address, memory.pool.nbytes, 0, "")], "DRAM")
+    kind, device = _place(pool)
+    agent.register_memory([(pool.address, pool.nbytes, device, "")], kind)
     return agent
 
 
-def _pages(memory: Memory) -> list[tuple[int, int, int]]:
-    size = memory.pool.unit_bytes
-    return [(memory.pool.address + at * size, size, 0) for at in range(memory.pool.units)]
+def _pages(pool: Pool) -> list[tuple[int, int, int]]:
+    size, (_, device) = pool.unit_bytes, _place(pool)
+    return [(pool.address + at * size, size, device) for at in range(pool.units)]
 
 
 class NixlReceiver:
-    def __init__(self, memory: Memory) -> None:
-        self._agent = _agent("receiver", memory)
+    def __init__(self, pool: Pool) -> None:
+        self._agent = _agent("receiver", pool)
         # What the sender needs: our metadata and where our pages are.
         self.card = {
             "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
-            "pages": _pages(memory),
+            "pages": _pages(pool),
+            "kind": _place(pool)[0],
         }
 
-    def await_batch(self, number: int) -> int:
+    def await_batch(self, number: int, target: Indices) -> int:
         deadline = time.monotonic() + _BATCH_S
         while time.monotonic() < deadline:
             if self._agent.get_new_notifs():
@@ -78,11 +89,13 @@ class NixlReceiver:
 
 
 class NixlSender:
-    def __init__(self, memory: Memory, card: dict[str, Any]) -> None:
-        self._agent = _agent("sender", memory)
+    def __init__(self, pool: Pool, card: dict[str, Any]) -> None:
+        self._agent = _agent("sender", pool)
         peer = self._agent.add_remote_agent(base64.b64decode(card["metadata"]))
-        self._local = self._agent.prep_xfer_dlist("", _pages(memory), "DRAM")
-        self._remote = self._agent.prep_xfer_dlist(peer, [tuple(page) for page in card["pages"]], "DRAM")
+        self._local = self._agent.prep_xfer_dlist("", _pages(pool), _place(pool)[0])
+        self._remote = self._agent.prep_xfer_dlist(
+            peer, [tuple(page) for page in card["pages"]], card["kind"]
+        )
         self._handle: Any = None
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
@@ -99,7 +112,7 @@ class NixlSender:
         if state != "DONE":
             raise TransferError(f"NIXL: {state}")
 
-    def await_batch(self, number: int) -> int:
+    def await_batch(self, number: int, target: Indices) -> int:
         raise TransferError("the sender only sends")
 
     def settle(self) -> None:

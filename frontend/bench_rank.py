@@ -6,9 +6,8 @@ The sender plays a prefill engine, the receiver a completion engine; both go thr
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import select
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,13 +29,13 @@ from kvrail.transfer.link_events import (
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import PAGE_POOL, HostPool, Pools
-from kvrail.transfer.ucx import open_context, open_reactor
+from kvrail.transfer.ucx import checksum_pages, open_context, open_reactor
 from kvrail.transfer.wire import Doorbell, encode
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
 
-__all__ = ["OPTIONS", "Indices", "LinkWay", "Memory", "SocketWay", "Way", "layout_of"]
+__all__ = ["OPTIONS", "POISON", "Indices", "LinkWay", "Memory", "Pages", "Way", "layout_of"]
 
 Indices = npt.NDArray[np.uint32]
 
@@ -46,8 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "put/cma": {"lane": "put", "put_transport": "cma"},
     "put/tcp": {"lane": "put", "put_transport": "tcp"},
 }
+POISON = 0xA5
 _BATCH_S = 60.0
-_IOV_MAX = 1024
 
 
 def layout_of(page_bytes: int) -> PageLayout:
@@ -60,6 +59,18 @@ def layout_of(page_bytes: int) -> PageLayout:
         dtype="bfloat16",
         page_tokens=16,
     )
+
+
+class Pages(Protocol):
+    """What is measured over: one process's pool, wherever it lies."""
+
+    def poison(self, pages: Indices) -> None:
+        """Overwrite these pages."""
+
+    def digest(self, pages: Indices) -> str:
+        """One value for the contents of these pages, in this order."""
+
+    def close(self) -> None: ...
 
 
 class Memory:
@@ -78,6 +89,13 @@ class Memory:
         assert self.pool.buffer is not None
         self.rows = np.frombuffer(self.pool.buffer, np.uint8).reshape(pages, page_bytes)
 
+    def poison(self, pages: Indices) -> None:
+        self.rows[pages] = POISON
+
+    def digest(self, pages: Indices) -> str:
+        sums = checksum_pages(self.pool.address, self.pool.unit_bytes, pages)
+        return hashlib.sha256(sums.tobytes()).hexdigest()
+
     def close(self) -> None:
         self.rows = np.zeros((0, 0), np.uint8)
         self.pools.close()
@@ -90,7 +108,7 @@ class Way(Protocol):
     def push(self, number: int, source: Indices, target: Indices) -> None:
         """Sender: start moving; may return before it is done."""
 
-    def await_batch(self, number: int) -> int:
+    def await_batch(self, number: int, target: Indices) -> int:
         """Receiver: wait until the batch is known to be complete; time.monotonic_ns() of that moment."""
 
     def settle(self) -> None:
@@ -117,6 +135,8 @@ class LinkWay:
         )
         self._poller = select.poll()
         self._poller.register(self._links.fileno(), select.POLLIN)
+        # Whether Python itself waits without sleeping.
+        self.polling = False
         self.info: LaneInfo | None = None
         self.refusal = ""
         self._key: LinkKey | None = None
@@ -153,10 +173,10 @@ class LinkWay:
         bell = Doorbell(ticket=number.to_bytes(16, "little"), epoch=self._epoch, status="landed")
         self._writer.ring(encode(bell))
 
-    def await_batch(self, number: int) -> int:
+    def await_batch(self, number: int, target: Indices) -> int:
         deadline = time.monotonic() + _BATCH_S
         while time.monotonic() < deadline:
-            for event in self.turn(1000):
+            for event in self.turn(0 if self.polling else 1000):
                 if isinstance(event, Received) and isinstance(event.message, Doorbell):
                     seen = time.monotonic_ns()
                     assert int.from_bytes(event.message.ticket, "little") == number
@@ -178,64 +198,3 @@ class LinkWay:
         self._writer = None
         self._links.close()
         self._reactor.close()
-
-
-class SocketWay:
-    """Pages over one TCP socket of loopback: an index list, then the pages, by writev and readv of 1024 pages a call.
-
-    This is what a careful program does without UCX. The calls are made from Python, the bytes move in C.
-    """
-
-    def __init__(self, memory: Memory, sock: socket.socket) -> None:
-        self._sock = sock
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-        assert memory.pool.buffer is not None
-        size = memory.pool.unit_bytes
-        view = memory.pool.buffer
-        self._pages = [view[at * size : (at + 1) * size] for at in range(memory.pool.units)]
-        self._iov = max(1, min(_IOV_MAX, (256 << 20) // size))
-
-    def push(self, number: int, source: Indices, target: Indices) -> None:
-        head = np.concatenate(([np.uint32(len(target))], target)).tobytes()
-        self._sock.sendall(head)
-        pages = [self._pages[page] for page in source.tolist()]
-        for at in range(0, len(pages), self._iov):
-            self._send(pages[at : at + self._iov])
-
-    def _send(self, pages: list[memoryview]) -> None:
-        sent = self._sock.sendmsg(pages)
-        while pages:
-            if sent < len(pages[0]):
-                if sent:
-                    pages[0] = pages[0][sent:]
-                sent = self._sock.sendmsg(pages)
-            else:
-                sent -= len(pages.pop(0))
-
-    def await_batch(self, number: int) -> int:
-        (count,) = np.frombuffer(self._exactly(4), np.uint32)
-        target = np.frombuffer(self._exactly(4 * int(count)), np.uint32)
-        pages = [self._pages[page] for page in target.tolist()]
-        for at in range(0, len(pages), self._iov):
-            some = pages[at : at + self._iov]
-            got, *_ = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)
-            if got != sum(map(len, some)):
-                raise TransferError("the socket ended within a batch")
-        return time.monotonic_ns()
-
-    def _exactly(self, size: int) -> bytes:
-        data = self._sock.recv(size, socket.MSG_WAITALL)
-        if len(data) != size:
-            raise TransferError("the socket ended within a batch")
-        return data
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._pages = []
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()

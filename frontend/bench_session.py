@@ -17,23 +17,30 @@ from typing import Any
 import numpy as np
 
 from kvrail.frontend.bench_nixl import NixlSender, nixl_version
-from kvrail.frontend.bench_rank import OPTIONS, LinkWay, Memory, SocketWay, Way
-from kvrail.frontend.bench_receiver import POISON, digest_of
+from kvrail.frontend.bench_rank import OPTIONS, POISON, Indices, LinkWay, Memory, Way
+from kvrail.frontend.bench_socket import SocketWay
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 
-__all__ = ["Receiver", "Session"]
+__all__ = ["HostSession", "Receiver", "Session", "sender_spin_us"]
+
+# A receiver that waits for something has fallen asleep by then.
+_PAUSE_S = 0.002
 
 
 class Receiver:
-    """The other process."""
+    """The other process. `environment`: of that process (None: ours)."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.pace, theirs = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvrail.frontend.bench_receiver"],
+            [sys.executable, "-P", "-m", "kvrail.frontend.bench_receiver", str(theirs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=(theirs,),
+            env=environment,
         )
+        os.close(theirs)
         assert self._process.stdout is not None
         self._out = self._process.stdout
         self._left = b""
@@ -68,10 +75,98 @@ class Receiver:
             self._process.kill()
             self._process.wait()
         self._out.close()
+        os.close(self.pace)
+
+
+def sender_spin_us(spin_us: int) -> int:
+    """How long the sender's progress thread spins: as long as the receiver's, where there are cores for both."""
+    return spin_us if (os.cpu_count() or 1) > 4 else 0
 
 
 class Session:
-    """Both processes with pools of one page size, and every way opened that can be."""
+    """Both processes with pools of one page size, and every way between them that can be opened.
+
+    `facts`: of each open way its transport; `missing`: why the others are not open.
+    """
+
+    facts: dict[str, dict[str, str]]
+    missing: dict[str, str]
+    threads: str
+    memory: str
+    _receiver: Receiver
+    _pages: Any  # the pages of this process, and their pool
+    _ways: dict[str, Way]
+
+    @property
+    def backing(self) -> str:
+        """What the sender's pool is made of."""
+        return str(self._pages.pool.backing)
+
+    def batch(self, way: str, number: int, pages: int, rng: np.random.Generator) -> tuple[float, bool]:
+        """(µs, whether the contents arrived) of one batch."""
+        source, target = self._draw(pages, rng)
+        by_itself = self._by_itself(way, source, target)
+        if by_itself is not None:
+            return by_itself
+        expected = self._expected(source)
+        self._receiver.tell(do="take", way=way, number=number, target=target.tolist())
+        self._receiver.answer()
+        time.sleep(_PAUSE_S)
+        begun = time.monotonic_ns()
+        try:
+            self._ways[way].push(number, source, target)
+        except TransferError:
+            # The receiver gives up by its own deadline; its answer must not be taken for that of the next batch.
+            with contextlib.suppress(TransferError):
+                self._receiver.answer()
+            raise
+        came = self._receiver.answer()
+        self._ways[way].settle()
+        return (came["seen"] - begun) / 1000, came["digest"] == expected
+
+    def tight(self, way: str, number: int, count: int, rng: np.random.Generator) -> tuple[list[float], bool]:
+        """µs of `count` single pages, each sent as soon as the receiver has seen the one before."""
+        source, target = self._draw(count, rng)
+        expected = self._expected(source)
+        self._receiver.tell(do="loop", way=way, number=number, target=target.tolist())
+        self._receiver.answer()
+        time.sleep(_PAUSE_S)
+        begun = []
+        for place in range(len(target)):
+            begun.append(time.monotonic_ns())
+            self._ways[way].push(number + place, source[place : place + 1], target[place : place + 1])
+            os.read(self._receiver.pace, 1)
+            self._ways[way].settle()
+        came = self._receiver.answer()
+        times = [(seen - start) / 1000 for seen, start in zip(came["seen"], begun, strict=True)]
+        return times, came["digest"] == expected
+
+    def poll(self, way: str, polling: bool) -> None:
+        """Whether the receiver's Python waits for this way without sleeping."""
+        self._receiver.tell(do="poll", way=way, polling=polling)
+        self._receiver.answer()
+
+    def _draw(self, pages: int, rng: np.random.Generator) -> tuple[Indices, Indices]:
+        """Random pages on both sides."""
+        units = self._pages.pool.units
+        source, target = (rng.permutation(units)[:pages].astype(np.uint32) for _ in range(2))
+        return source, target
+
+    def _expected(self, source: Indices) -> str:
+        """The digest of the pages to be sent."""
+        return str(self._pages.digest(source))
+
+    def _by_itself(self, way: str, source: Indices, target: Indices) -> tuple[float, bool] | None:
+        """The batch of a way that has no second process; None for the others."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Both sides' ways, then their pools."""
+        raise NotImplementedError
+
+
+class HostSession(Session):
+    """Between pools in host memory."""
 
     def __init__(
         self,
@@ -84,18 +179,18 @@ class Session:
     ) -> None:
         self._receiver = receiver
         self.threads = "spin" if spin_us else "sleep"
+        self.memory = "host->host"
         # Twice the batch, so that random pages are not simply all pages.
         pool_pages = max(2 * pages, 64)
-        self._memory = memory = Memory(page_bytes, pool_pages)
+        self._pages = memory = Memory(page_bytes, pool_pages)
         rng = np.random.default_rng(1)
         words = memory.rows.view(np.uint64)
         words[:] = rng.integers(0, 1 << 63, words.shape, dtype=np.uint64)
-        self._ways: dict[str, Way] = {}
-        self.facts: dict[str, dict[str, str]] = {}
-        self.missing: dict[str, str] = {}
+        self._ways = {}
+        self.facts = {}
+        self.missing = {}
         links = {
-            # Only the receiver spins: it waits for something that it cannot foresee.
-            way: LinkWay(memory, way, folder, accept=True, spin_us=0)
+            way: LinkWay(memory, way, folder, accept=True, spin_us=sender_spin_us(spin_us))
             for way in ways
             if way in OPTIONS
         }
@@ -117,10 +212,10 @@ class Session:
                     link.turn(1)
             opened = receiver.answer()["ways"]
             if port:
-                self._ways["socket"] = SocketWay(memory, listener.accept()[0])
+                self._ways["socket"] = SocketWay(memory.pool, listener.accept()[0])
         self._ways.update(links)
         if nixl:
-            self._ways["nixl"] = NixlSender(memory, opened["nixl"].pop("peer"))
+            self._ways["nixl"] = NixlSender(memory.pool, opened["nixl"].pop("peer"))
         for way, fact in opened.items():
             if "error" in fact:
                 self.missing[way] = fact["error"]
@@ -129,37 +224,18 @@ class Session:
         self._copy: HostPool | None = None
         if "memcpy" in ways:
             self._copy = HostPool(memory.context, units=pool_pages, unit_bytes=page_bytes, name="copy")
-            self.facts["memcpy"] = {"transport": "memcpy", "memory": "host"}
+            self.facts["memcpy"] = {"transport": "memcpy"}
 
-    @property
-    def backing(self) -> str:
-        return self._memory.pool.backing
-
-    def batch(self, way: str, number: int, pages: int, rng: np.random.Generator) -> tuple[float, bool]:
-        """(µs, whether the contents arrived) of one batch."""
-        units = self._memory.pool.units
-        source = rng.permutation(units)[:pages].astype(np.uint32)
-        target = rng.permutation(units)[:pages].astype(np.uint32)
-        if way == "memcpy":
-            return self._memcpy(source)
-        sums = digest_of(self._memory, source)
-        self._receiver.tell(do="take", way=way, number=number, target=target.tolist())
-        self._receiver.answer()
-        time.sleep(0.002)  # The receiver has fallen asleep by now.
-        begun = time.monotonic_ns()
-        self._ways[way].push(number, source, target)
-        came = self._receiver.answer()
-        self._ways[way].settle()
-        return (came["seen"] - begun) / 1000, came["digest"] == sums
-
-    def _memcpy(self, source: np.ndarray[Any, np.dtype[np.uint32]]) -> tuple[float, bool]:
-        """Rows in random order, copied in C (numpy.take) into other memory of the same kind, in this process."""
+    def _by_itself(self, way: str, source: Indices, target: Indices) -> tuple[float, bool] | None:
+        """memcpy: rows in random order, copied in C (numpy.take) into other memory of the same kind."""
+        if way != "memcpy":
+            return None
         assert self._copy is not None
         assert self._copy.buffer is not None
-        size = self._memory.pool.unit_bytes
+        size = self._pages.pool.unit_bytes
         out = np.frombuffer(self._copy.buffer, np.uint8)[: len(source) * size].reshape(len(source), size)
         out[:] = POISON
-        rows = self._memory.rows
+        rows = self._pages.rows
         indices = source.astype(np.intp)
         begun = time.monotonic_ns()
         # "wrap": the default mode would go through a buffer.
@@ -174,4 +250,4 @@ class Session:
             way.close()
         if self._copy is not None:
             self._copy.close()
-        self._memory.close()
+        self._pages.close()

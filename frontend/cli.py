@@ -96,8 +96,22 @@ def doctor(
     json_file: Annotated[
         str | None, typer.Option("--json", help="also write the findings to this file")
     ] = None,
+    nccl: Annotated[
+        bool,
+        typer.Option("--nccl", help="instead: measure NCCL between two GPUs, and say which way it takes"),
+    ] = False,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="with --nccl, between two hosts: HOST:PORT of rank 0, on both")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, max=1, help="with --rendezvous: 0 or 1")] = None,
 ) -> None:
-    """Say what this machine offers: UCX and its transports, a loopback put, memory, same-host lanes."""
+    """Say what this machine offers: UCX and its transports, a loopback put, memory, same-host lanes; or NCCL."""
+    if nccl:
+        from kvrail.frontend.doctor_nccl import examine_nccl
+
+        raise typer.Exit(examine_nccl(rendezvous=rendezvous, rank=rank, json_file=json_file))
+    if rendezvous is not None or rank is not None:
+        raise typer.BadParameter("--rendezvous and --rank are for --nccl")
     from kvrail.frontend.doctor import examine
 
     raise typer.Exit(examine(kv_host=kv_host, ucx=ucx, json_file=json_file))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvrail.frontend import bench_rank, bench_session
+from kvrail.frontend.bench_measure import Plan, measure
 from kvrail.frontend.bench_nixl import nixl_version
-from kvrail.frontend.transfer_bench import Plan, Record, measure
+from kvrail.frontend.bench_record import Record
 
 pytestmark = pytest.mark.process
 
@@ -76,7 +77,7 @@ def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         push(self, number, source[:-1], target[:-1])
 
     monkeypatch.setattr(bench_session.LinkWay, "push", forgetful)
-    (record,) = measure(Plan(((4096, 4),), ("shm",), 1, latency=False), say=print)
+    (record,) = measure(Plan({"host->host": ((4096, 4),)}, ("shm",), 1, latency=False), say=print)
     assert isinstance(record, Record)
     assert record.verified is False
 

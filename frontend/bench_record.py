@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transfer-bench found: one record a cell, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+__all__ = ["Record", "bytes_text", "record_table", "way_text"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured cell. `memory`: from which kind into which.
+
+    `threads`, when the batch came: "sleep": all threads of the receiver slept; "spin": its progress thread spun (on
+    more than four cores the sender's as well), its Python slept; "poll": both spun. `pace`: "" for batches; of single
+    pages "paused" (some ms between them) or "tight" (the next one as soon as the last was seen).
+    """
+
+    lane: str
+    transport: str
+    memory: str
+    page_bytes: int
+    pages: int
+    median_us: float
+    p99_us: float
+    gb_per_s: float
+    us_per_page: float
+    verified: bool
+    rounds: int
+    backing: str
+    threads: str
+    pace: str = ""
+
+    @staticmethod
+    def of(
+        way: str,
+        transport: str,
+        memory: str,
+        shape: tuple[int, int],
+        times_us: Sequence[float],
+        verified: bool,
+        backing: str,
+        threads: str,
+        pace: str = "",
+    ) -> Record:
+        """From the times of all rounds; `shape`: page bytes, pages."""
+        page_bytes, pages = shape
+        median = float(np.median(times_us))
+        return Record(
+            lane=way.partition("/")[0],
+            transport=transport,
+            memory=memory,
+            page_bytes=page_bytes,
+            pages=pages,
+            median_us=round(median, 1),
+            p99_us=round(float(np.percentile(times_us, 99)), 1),
+            gb_per_s=round(page_bytes * pages / median / 1000, 3),
+            us_per_page=round(median / pages, 3),
+            verified=verified,
+            rounds=len(times_us),
+            backing=backing,
+            threads=threads,
+            pace=pace,
+        )
+
+
+def way_text(record: Record) -> str:
+    """The lane, with its transport where one lane has several."""
+    return f"{record.lane}/{record.transport}" if record.lane in ("put", "peer") else record.lane
+
+
+def bytes_text(count: int) -> str:
+    """Whole KiB or MiB."""
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def record_table(records: Sequence[Record]) -> Table:
+    """A row a record of one pair of memory kinds, in their order, with a line between cells."""
+    kinds = records[0].memory if records else ""
+    table = Table(
+        title=f"{kinds}: from the call until the receiver's Python knows that all pages are there",
+        box=box.SIMPLE,
+    )
+    for column in ("way", "page"):
+        table.add_column(column, no_wrap=True)
+    for column in ("pages", "median µs", "p99 µs", "GB/s", "µs/page", "same"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = None
+    for record in records:
+        cell = (record.page_bytes, record.pages)
+        if before not in (None, cell):
+            table.add_section()
+        before = cell
+        how = f" {record.threads} {record.pace}" if record.pace else ""
+        table.add_row(
+            way_text(record),
+            bytes_text(record.page_bytes),
+            f"{record.pages}{how}",
+            f"{record.median_us:,.1f}",
+            f"{record.p99_us:,.1f}",
+            f"{record.gb_per_s:.2f}",
+            f"{record.us_per_page:.2f}",
+            "yes" if record.verified else "[bold red]NO[/]",
+        )
+    return table
