@@ -14,7 +14,8 @@ import torch
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
+from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.grammar import Grammars, tokenizer_text
 from kvrail.runtime.messages import ToFront
@@ -56,33 +57,43 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     config = spec.config
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
+    # What the machine lacks is said before a model is loaded.
+    device = rank_device(config, spec.rank)
+    library = config.ucx or environment("KVRAIL_UCX")
+    cuda = open_cuda(config, spec.rank, library)
     checkpoint = open_checkpoint(config.model, _log_progress)
     model = PagedModel.load(
         checkpoint,
         config.dtype,
         config.page_tokens,
         _log_progress,
-        device=config.device,
+        device=device,
         attention=config.attention,
     )
     layout = model.layout
-    pages, state_slots = pool_sizes(config, layout)
+    pages, state_slots = pool_sizes(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
             config.kv_host,
-            library=config.ucx or environment("KVRAIL_UCX"),
+            library=library,
             overrides=ucx_overrides(),
+            cuda=cuda is not None,
         )
         stack.callback(context.close)
-        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        reactor = open_reactor(
+            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads, cuda=cuda
+        )
         stack.callback(reactor.close)
+        on_gpu = device != "cpu"
         pools = Pools.allocate(
             context,
             pages=max(1, pages),
             page_bytes=layout.unit_bytes,
             state_slots=state_slots,
             state_bytes=layout.state_bytes,
+            cuda=cuda if on_gpu else None,
+            pin=None if on_gpu else cuda,
         )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
@@ -112,8 +123,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 pools=pools,
                 options=_link_options(spec),
                 accept=config.role == "pe",
+                gpu=gpu_facts(cuda, mps_sign()),
             )
-            stack.callback(_close_links, links, memory)
+            stack.callback(_close_links, links, memory, pools)
         role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
@@ -124,15 +136,16 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             if links is not None and accepts
             else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
-            pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
+            pool_memory=f"cuda ({cuda.name})" if on_gpu and cuda else f"host ({pools.pages.backing})",
             queue_limit=queue_limit,
         )
 
 
-def _close_links(links: Links, memory: contextlib.ExitStack) -> None:
+def _close_links(links: Links, memory: contextlib.ExitStack, pools: Pools) -> None:
     """End the links; what a peer may still write into is left mapped, and goes with this process."""
     if not links.close():
         memory.pop_all()
+        pools.leave_open()
 
 
 def _log_progress(what: str, share: float) -> None:

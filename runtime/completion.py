@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
-from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
+from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off, going_on
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
     Abort,
@@ -90,6 +90,8 @@ class Completion:
         self._seats = seats
         self._largest_ticket = largest_ticket
         self._board = LinkBoard(send)
+        # Links whose pages a network card writes into our GPU.
+        self._written_by_card: set[LinkKey] = set()
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._stalled_since = 0.0
@@ -124,8 +126,11 @@ class Completion:
         receiver = self._receiver
         match event:
             case LinkUp(key, epoch, lane):
+                if lane.card_writes_gpu:
+                    self._written_by_card.add(key)
                 receiver.link_up(now, key, epoch, lane.fence)
             case LinkDown(key, epoch, reason):
+                self._written_by_card.discard(key)
                 receiver.link_down(now, key, epoch, reason)
             case Proven(key, epoch, how):
                 receiver.proven(now, key, epoch, how)
@@ -261,7 +266,7 @@ class Completion:
             if hand_off is None:
                 self.engine.add(request.id, request.tokens, sampling)
             else:
-                firsts = _going_on(request, hand_off)
+                firsts = going_on(request, hand_off)
                 self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
@@ -341,7 +346,7 @@ class Completion:
             self._pool.release(landed.owner)
             return
         self._board.count(request.link, **counts_of(landed))
-        fault = damage_of(landed, self._pools, self._counters)
+        fault = damage_of(landed, self._pools, self._counters, by_card=request.link in self._written_by_card)
         if fault:
             _log.error("request %s: %s", request.id, fault)
             self._counters["checksum_mismatches"] += 1
@@ -361,7 +366,7 @@ class Completion:
                 request.tokens,
                 request.submit.sampling,
                 owner=landed.owner,
-                first_tokens=_going_on(request, landed.hand_off),
+                first_tokens=going_on(request, landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
             )
         except (RuntimeFault, ValueError) as error:
@@ -443,8 +448,3 @@ class Completion:
         gauges["requests_without_room"] = len(self._waiting)
         counters = completion_counters(self._counters, self._receiver.counters)
         return Stats(steps=steps, gauges=dict(gauges), counters=counters, links=self._board.counters())
-
-
-def _going_on(request: Request, hand_off: HandOff) -> dict[int, int]:
-    """The first tokens of the choices that have not ended."""
-    return {choice: first.token for choice, first in enumerate(hand_off.firsts) if choice in request.open}

@@ -220,9 +220,11 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     transport: str = ""
     memory: str = ""
     reason: str = ""
-    # (bytes per put, GB/s, µs per put) for each probed size.
-    probes: list[tuple[int, float, float]] = []
+    # (bytes, GB/s, µs, runs of neighbouring units, way) of each probed batch.
+    probes: list[tuple[int, float, float, int, str]] = []
     same_host: bool = False
+    # That the lane is far slower than the hardware in between ("" when it is not).
+    slow: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -37,6 +37,7 @@ from kvrail.transfer.link_events import (
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
+from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.tickets import (
     PAGE_POOL,
@@ -53,7 +54,7 @@ from kvrail.transfer.tickets import (
     StartPrefill,
     StopWriter,
 )
-from kvrail.transfer.wire import Beat, encode, unpack_u32
+from kvrail.transfer.wire import Beat, Doorbell, encode, unpack_u32
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -94,9 +95,12 @@ class Prefilling:
         self._send = send
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
+        self._planners: dict[LinkKey, Planner] = {}
         self._writers: dict[int, _ucx.Writer] = {}
         # Units that each writer had written when we last looked.
         self._written: dict[int, int] = {}
+        # Behind all of the model's work so far; one serves everything that a step has computed.
+        self._fence: _ucx.CudaFence | None = None
         self._counters: Counter[str] = Counter()
 
     # --- what comes in ----------------------------------------------------------------------------------------
@@ -131,9 +135,11 @@ class Prefilling:
         """Something happened on a link."""
         self._board.note(event)
         match event:
-            case LinkUp(key, epoch):
+            case LinkUp(key, epoch, lane):
+                self._planners[key] = Planner.of(lane.probes)
                 self._sender.link_up(now, key, epoch)
             case LinkDown(key, epoch, reason):
+                self._planners.pop(key, None)
                 self._sender.link_down(now, key, epoch, reason)
             case Proven(key, epoch):
                 self._sender.proven(key, epoch)
@@ -162,6 +168,7 @@ class Prefilling:
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
         """The model has run one step: push what became final, send first tokens ahead."""
+        self._fence = None
         for place, output in enumerate(outputs):
             call = self._calls.get(output.sequence_id)
             if call is None or output.choice:
@@ -228,11 +235,7 @@ class Prefilling:
                 if writer not in self._writers:
                     return
                 if pages is not None:
-                    sums = pack_checksums(page_checksums(self._pools.pages, pages))
-                    bell = msgspec.structs.replace(bell, checksums=sums)
-                    if state_slot >= 0 and self._pools.state is not None:
-                        state_sum = page_checksums(self._pools.state, np.array([state_slot], dtype=np.uint32))
-                        bell = msgspec.structs.replace(bell, state_checksum=int(state_sum[0]))
+                    bell = self._summed(bell, pages, state_slot)
                 self._writers[writer].ring(encode(bell))
                 self._board.count(LinkKey(*link), tickets=1)
             case StopWriter(_, writer):
@@ -258,9 +261,33 @@ class Prefilling:
             return
         memory = self._pools.pages if pool == PAGE_POOL else self._pools.state
         assert memory is not None
-        self._writers[writer].push(pool, memory.address, source, target)
+        nbytes = len(target) * memory.unit_bytes
+        planner = self._planners.get(key)
+        way = planner.choose(nbytes, count_runs(source, target)) if planner else None
+        # The copy waits on the GPU for the model's work, and this thread for neither.
+        self._writers[writer].push(
+            pool, memory.address, source, target, after=self._computed(), way=way or ""
+        )
         units = {"pages" if pool == PAGE_POOL else "states": len(target)}
-        self._board.count(key, bytes=len(target) * memory.unit_bytes, **units)
+        by_way = {f"bytes_by_{way}": nbytes} if way else {}
+        self._board.count(key, bytes=nbytes, **units, **by_way)
+
+    def _computed(self) -> _ucx.CudaFence | None:
+        """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""
+        if self._fence is None:
+            self._fence = self._pools.fence(self.engine.stream)
+        return self._fence
+
+    def _summed(self, bell: Doorbell, pages: npt.NDArray[np.uint32], state_slot: int) -> Doorbell:
+        """The doorbell with the checksums of what was pushed. Waits for the model's work."""
+        after = self._computed()
+        sums = pack_checksums(page_checksums(self._pools.pages, pages, after))
+        bell = msgspec.structs.replace(bell, checksums=sums)
+        if state_slot >= 0 and self._pools.state is not None:
+            slot = np.array([state_slot], dtype=np.uint32)
+            state_sum = int(page_checksums(self._pools.state, slot, after)[0])
+            bell = msgspec.structs.replace(bell, state_checksum=state_sum)
+        return bell
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]
