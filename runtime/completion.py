@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
-from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off, going_on
+from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
     Abort,
@@ -245,9 +245,7 @@ class Completion:
         return None
 
     def _refuse_stalled(self, now: float) -> None:
-        """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
-        who wait, so that the others may fit.
-        """
+        """Pages in quarantine may never come back: after a while, refuse one of those who wait for them."""
         waiting = (
             [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
         )
@@ -266,7 +264,7 @@ class Completion:
             if hand_off is None:
                 self.engine.add(request.id, request.tokens, sampling)
             else:
-                firsts = going_on(request, hand_off)
+                firsts = request.going_on(hand_off)
                 self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
@@ -346,7 +344,10 @@ class Completion:
             self._pool.release(landed.owner)
             return
         self._board.count(request.link, **counts_of(landed))
-        fault = damage_of(landed, self._pools, self._counters, by_card=request.link in self._written_by_card)
+        if request.link in self._written_by_card and self._pools.cuda is not None:
+            # Before anything on the GPU reads them.
+            self._pools.cuda.flush_remote_writes()
+        fault = damage_of(landed, self._pools, self._counters)
         if fault:
             _log.error("request %s: %s", request.id, fault)
             self._counters["checksum_mismatches"] += 1
@@ -366,7 +367,7 @@ class Completion:
                 request.tokens,
                 request.submit.sampling,
                 owner=landed.owner,
-                first_tokens=going_on(request, landed.hand_off),
+                first_tokens=request.going_on(landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
             )
         except (RuntimeFault, ValueError) as error:
@@ -444,7 +445,6 @@ class Completion:
     def stats(self, steps: int) -> Stats:
         """Gauges and counters, as doc/metrics.md names them."""
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
-        gauges["requests_open"] = len(self._requests)
-        gauges["requests_without_room"] = len(self._waiting)
+        gauges |= {"requests_open": len(self._requests), "requests_without_room": len(self._waiting)}
         counters = completion_counters(self._counters, self._receiver.counters)
         return Stats(steps=steps, gauges=dict(gauges), counters=counters, links=self._board.counters())

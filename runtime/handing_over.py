@@ -10,13 +10,12 @@ import numpy as np
 
 from kvrail.runtime.engine_protocol import StepOutput
 from kvrail.runtime.messages import Sampling
-from kvrail.runtime.waiting import Request
 from kvrail.transfer.checksums import page_checksums, unpack_checksums
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.tickets import Landed
 from kvrail.transfer.wire import HAND_OFF_VERSION, FirstSample, HandOff
 
-__all__ = ["counts_of", "damage_of", "fault_of_hand_off", "going_on", "hand_off_record"]
+__all__ = ["counts_of", "damage_of", "fault_of_hand_off", "hand_off_record"]
 
 
 def hand_off_record(sampling: Sampling, prompt_tokens: int, outputs: Sequence[StepOutput]) -> HandOff:
@@ -72,14 +71,8 @@ def counts_of(landed: Landed) -> dict[str, int]:
     }
 
 
-def damage_of(landed: Landed, pools: Pools, counters: Counter[str], *, by_card: bool) -> str:
-    """What is wrong with the pages that arrived, by the checksums in their doorbell, or "".
-
-    `by_card`: a network card wrote them into our GPU, if they are there.
-    """
-    if by_card and pools.cuda is not None:
-        # Before anything on the GPU reads them.
-        pools.cuda.flush_remote_writes()
+def damage_of(landed: Landed, pools: Pools, counters: Counter[str]) -> str:
+    """What is wrong with the pages that arrived, by the checksums in their doorbell, or ""."""
     if landed.bell.checksums is not None:
         found = page_checksums(pools.pages, landed.pages)
         wanted = unpack_checksums(landed.bell.checksums)
@@ -92,8 +85,3 @@ def damage_of(landed: Landed, pools: Pools, counters: Counter[str], *, by_card: 
         if int(page_checksums(pools.state, slot)[0]) != landed.bell.state_checksum:
             return "checksum of the state slot"
     return ""
-
-
-def going_on(request: Request, hand_off: HandOff) -> dict[int, int]:
-    """The first tokens of the choices that have not ended."""
-    return {choice: first.token for choice, first in enumerate(hand_off.firsts) if choice in request.open}
