@@ -16,6 +16,8 @@ from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.host_cache_build import build_host_cache
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.prefilling import Prefilling
@@ -90,10 +92,12 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
         pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        host_cache = build_host_cache(config, context, layout, pools, pool, memory)
         engine = EmbeddedEngine(
             model,
             pool,
             pools.pages.buffer,
+            host_cache=host_cache,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -111,7 +115,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 accept=config.role == "pe",
             )
             stack.callback(_close_links, links, memory)
-        role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
+        role, queue_limit = _role(
+            config, incarnation, spec.rank, engine, pool, pools, links, send, host_cache
+        )
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
             role=role,
@@ -159,13 +165,22 @@ def _role(
     pools: Pools,
     links: Links | None,
     send: Callable[[ToFront], None],
+    host_cache: HostPrefixCache | None,
 ) -> tuple[Completion | Prefilling, int]:
     """The role, and how many requests its front may have here at once."""
     if config.role == "pe":
         assert links is not None
         limit = min(config.max_num_seqs, _PREFILL_QUEUE)
         sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
-        prefilling = Prefilling(engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send)
+        prefilling = Prefilling(
+            engine=engine,
+            pool=pool,
+            pools=pools,
+            links=links,
+            sender=sender,
+            send=send,
+            cache=host_cache,
+        )
         return prefilling, limit
     receiver = Receiver(
         pool,
@@ -184,6 +199,7 @@ def _role(
         links=links,
         receiver=receiver,
         send=send,
+        cache=host_cache,
         verify_share=config.verify_kv,
         seats=config.max_num_seqs,
         largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
+from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
     Abort,
@@ -81,6 +82,7 @@ class Completion:
         verify_share: float,
         seats: int,
         largest_ticket: int,
+        cache: HostPrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -91,6 +93,7 @@ class Completion:
         self._verify_share = verify_share
         self._seats = seats
         self._largest_ticket = largest_ticket
+        self._cache = cache
         self._board = LinkBoard(send)
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
@@ -258,9 +261,15 @@ class Completion:
         sampling = request.submit.sampling
         try:
             if hand_off is None:
-                self.engine.add(request.id, request.tokens, sampling)
+                self.engine.add(request.id, request.tokens, sampling, cache=request.submit.cache)
             else:
-                self.engine.resume(request.id, request.tokens, sampling, first_token=hand_off.first_token)
+                self.engine.resume(
+                    request.id,
+                    request.tokens,
+                    sampling,
+                    first_token=hand_off.first_token,
+                    cache=request.submit.cache,
+                )
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
             self._fail(request, fault.status, fault.message, fault.retry_after_s)
@@ -345,6 +354,7 @@ class Completion:
                 owner=landed.owner,
                 first_token=landed.hand_off.first_token,
                 cached_tokens=landed.hand_off.cached_tokens,
+                cache=request.submit.cache,
             )
         except (RuntimeFault, ValueError) as error:
             self._pool.release(landed.owner)
@@ -424,5 +434,9 @@ class Completion:
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
         gauges["requests_open"] = len(self._requests)
         gauges["requests_without_room"] = len(self._waiting)
-        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
-        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+        counted = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
+        gauges, counters = dict(gauges), dict[str, float](counted)
+        if self._cache is not None:
+            gauges |= self._cache.gauges()
+            counters |= self._cache.counters()
+        return Stats(steps=steps, gauges=gauges, counters=counters, links=self._board.counters())

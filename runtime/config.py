@@ -59,6 +59,9 @@ class LaunchConfig:
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
     kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
+    hicache_size_gb: float | None = _setting(
+        None, "GiB of host memory for the prefix cache of each rank (default: 1 for pe, else 0; 0: none)"
+    )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
     threads: int | None = _setting(
@@ -122,6 +125,14 @@ class LaunchConfig:
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
+        _require(
+            self.hicache_size_gb is None or 0 <= self.hicache_size_gb <= 2**20,
+            "--hicache-size-gb must be between 0 and 1048576",
+        )
+        _require(
+            self.role != "ce" or not self.hicache_size_gb,
+            "--hicache-size-gb is for --role pe and single: a ce keeps prefixes in its own page pool",
+        )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
@@ -166,6 +177,13 @@ class LaunchConfig:
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or Path(self.model).name.removesuffix(".gguf") or self.model
+
+    @property
+    def resolved_hicache_size_gb(self) -> float:
+        """GiB of each rank's host prefix cache; 0: it has none."""
+        if self.hicache_size_gb is not None:
+            return self.hicache_size_gb
+        return 1.0 if self.role == "pe" else 0.0
 
     @property
     def resolved_spin_us(self) -> int:

@@ -18,8 +18,10 @@ import torch
 from kvrail.kernels.attention import Slice
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
-from kvrail.runtime.messages import Sampling
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
+from kvrail.runtime.prefix import namespace
 from kvrail.runtime.sampler import sample
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -27,6 +29,9 @@ from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
+
+# How long a step that can do nothing else waits for a copy.
+_COPY_WAIT_S = 0.002
 
 
 class EmbeddedEngine:
@@ -46,6 +51,7 @@ class EmbeddedEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
+        host_cache: HostPrefixCache | None = None,
     ) -> None:
         self.layout = model.layout
         capacity = pool.pages * self.layout.page_tokens
@@ -56,7 +62,8 @@ class EmbeddedEngine:
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
         self._prefix_cache = prefix_cache
-        self._namespace = bytes.fromhex(self.layout.fingerprint)
+        self._host = host_cache
+        self._fingerprint = self.layout.fingerprint
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
@@ -73,10 +80,11 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         prefill_only: bool = False,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check_prompt(sequence_id, tokens)
-        self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only))
+        self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache))
 
     def resume(
         self,
@@ -85,10 +93,11 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         first_token: int,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,))
+        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,), cache=cache)
         if not self._finished_before(sequence):
             self._queue(sequence)
 
@@ -101,19 +110,22 @@ class EmbeddedEngine:
         owner: str,
         first_token: int,
         cached_tokens: int,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,))
+        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,), cache=cache)
         sequence.cached_tokens = cached_tokens
-        pages = self._pool.pages_of(owner)
+        shared = self._pool.reads_of(owner)
+        pages = shared + self._pool.pages_of(owner)
         if len(pages) != self.layout.pages_for(len(tokens)):
             raise ValueError(f"{owner} holds {len(pages)} pages, not those of {len(tokens)} tokens")
         self._pool.rename(owner, sequence_id)
-        sequence.pages, sequence.computed = pages, len(tokens)
+        sequence.pages, sequence.computed, sequence.indexed = pages, len(tokens), len(shared)
         used = len(tokens) % self.layout.page_tokens
         if used:
             # Whatever else came with the last page must not reach attention, not even times zero.
+            # (Of a page that others read nothing is left over: it is full.)
             self._memory[pages[-1], :, :, used:] = 0
         if self._finished_before(sequence):
             self._pool.release(sequence_id)
@@ -137,16 +149,24 @@ class EmbeddedEngine:
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence (waiting, running, or held after prefill only)."""
         sequence = self._sequences.get(sequence_id)
-        return None if sequence is None else sequence.state
+        if sequence is None:
+            return None
+        return sequence.state._replace(host_pages=self._host.pages_of(sequence_id) if self._host else None)
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
+        return self._pool.flush_cache(), self._host.flush() if self._host else 0
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
+        if self._host is not None:
+            self._host.close()
         self._memory = torch.empty(0)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if self._running or self._outputs:
+        if self._running or self._outputs or (self._host is not None and self._host.busy):
             return True
         return bool(self._waiting) and self._situation() != self._stuck
 
@@ -158,14 +178,17 @@ class EmbeddedEngine:
 
     def step(self) -> list[StepOutput]:
         """Run one batch and tell what it did for each sequence in it."""
+        if self._host is not None:
+            self._host.poll()
         self._admit()
+        ready = self._loaded() if self._host is not None else self._running
         turns = self._with_pages(
-            plan_step(
-                [Pending(s.sequence_id, s.remaining) for s in self._running], token_budget=self._token_budget
-            )
+            plan_step([Pending(s.sequence_id, s.remaining) for s in ready], token_budget=self._token_budget)
         )
         if turns:
             self._run(turns)
+        elif self._host is not None and not self._outputs:
+            self._host.wait(_COPY_WAIT_S)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -225,28 +248,52 @@ class EmbeddedEngine:
         """Pages for all tokens so far: cached ones for the longest known prefix, new ones for the rest."""
         page_tokens = self.layout.page_tokens
         cached: list[int] = []
-        if self._prefix_cache:
+        found = 0
+        if self._caches(sequence):
             # At least one token is left to compute: something must give the next token's logits.
-            full = (len(sequence.tokens) - 1) // page_tokens
-            keys = sequence.page_keys(self._namespace, page_tokens, full)
+            keys = self._keys(sequence, (len(sequence.tokens) - 1) // page_tokens)
             cached = self._pool.match(sequence.sequence_id, keys)
+            found = len(cached)
+            if self._host is not None:
+                found = self._host.match(sequence.sequence_id, keys, found)
         missing = self.layout.pages_for(len(sequence.tokens)) - len(cached)
         # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
         if missing > self._pool.available - sum(not s.prefill_only for s in self._running):
-            self._pool.release(sequence.sequence_id)
+            self._release_pages(sequence)
             return False
-        sequence.pages = cached + self._new_pages(sequence, missing)
+        loaded = found - len(cached)
+        sequence.pages = cached + self._new_pages(sequence, missing, loaded)
         sequence.indexed = len(cached)
-        sequence.computed = len(cached) * page_tokens
+        sequence.computed = found * page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+        if loaded and self._host is not None:
+            self._host.load(sequence.sequence_id, sequence.pages[len(cached) : found])
+            if sequence.prefill_only:
+                # Whoever pushes them need not wait until they are in the pool as well.
+                self._outputs.append(sequence.output())
         return True
 
-    def _new_pages(self, sequence: EngineSequence, count: int) -> list[int]:
+    def _new_pages(self, sequence: EngineSequence, count: int, loaded: int = 0) -> list[int]:
+        """`count` pages; the first `loaded` are about to be overwritten whole."""
         pages = self._pool.allocate(sequence.sequence_id, count)
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
-        self._memory.index_fill_(0, torch.tensor(pages, dtype=torch.int64), 0)
+        self._memory.index_fill_(0, torch.tensor(pages[loaded:], dtype=torch.int64), 0)
         return pages
+
+    def _loaded(self) -> list[EngineSequence]:
+        """Who can run: sequences whose pages are not just being copied in. What came from the host is shared here."""
+        assert self._host is not None
+        ready: list[EngineSequence] = []
+        for sequence in list(self._running):
+            if self._host.loading(sequence.sequence_id):
+                continue
+            if fault := self._host.fault(sequence.sequence_id):
+                self._fail(sequence, f"pages of the host cache could not be copied: {fault}")
+                continue
+            self._index(sequence)
+            ready.append(sequence)
+        return ready
 
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
@@ -271,11 +318,13 @@ class EmbeddedEngine:
         return [turn for turn in turns if self._sequences[turn.sequence_id].pages]
 
     def _preempt_one(self) -> None:
-        chosen = victim([(s.sequence_id, not s.prefill_only) for s in self._running])
+        chosen = victim(
+            [(s.sequence_id, not s.prefill_only and not self._is_loading(s)) for s in self._running]
+        )
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._pool.release(chosen)
+        self._release_pages(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
@@ -325,16 +374,35 @@ class EmbeddedEngine:
             self._drop(sequence)
 
     def _index(self, sequence: EngineSequence) -> None:
-        """Offer pages that have become full to the prefix cache. They are never written again."""
+        """Offer pages that have become full to the prefix caches. They are never written again."""
         full = sequence.computed // self.layout.page_tokens
-        if self._prefix_cache and full > sequence.indexed:
-            keys = sequence.page_keys(self._namespace, self.layout.page_tokens, full)
-            for page in range(sequence.indexed, full):
-                self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
-            sequence.indexed = full
+        if not self._caches(sequence) or full <= sequence.indexed:
+            return
+        keys = self._keys(sequence, full)
+        for page in range(sequence.indexed, full):
+            self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
+        sequence.indexed = full
+        if self._host is not None:
+            self._host.save(keys)
+
+    def _caches(self, sequence: EngineSequence) -> bool:
+        return self._prefix_cache and sequence.cache.use
+
+    def _keys(self, sequence: EngineSequence, full: int) -> list[bytes]:
+        first = namespace(self._fingerprint, salt=sequence.cache.salt)
+        return sequence.page_keys(first, self.layout.page_tokens, full)
+
+    def _is_loading(self, sequence: EngineSequence) -> bool:
+        return self._host is not None and self._host.loading(sequence.sequence_id)
+
+    def _release_pages(self, sequence: EngineSequence) -> None:
+        # In this order: what a copy is still writing into goes to the host cache's keeping first.
+        if self._host is not None:
+            self._host.let_go(sequence.sequence_id)
+        self._pool.release(sequence.sequence_id)
 
     def _drop(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence.sequence_id]
         if sequence in self._running:
             self._running.remove(sequence)
-        self._pool.release(sequence.sequence_id)
+        self._release_pages(sequence)

@@ -14,8 +14,10 @@ from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.wire import TokenLogprob
 
 __all__ = [
+    "CACHE_USED",
     "Abort",
     "Accepted",
+    "CacheUse",
     "Connect",
     "Disconnect",
     "Failed",
@@ -55,6 +57,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
+class CacheUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request takes part in prefix caching. `use` False: nothing is looked up and nothing is stored for it.
+
+    Only requests of the same `salt` share prefixes.
+    """
+
+    use: bool = True
+    salt: str = ""
+
+
+CACHE_USED = CacheUse()
+
+
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True):
     """One PE rank, as its front describes it to an authenticated CE."""
 
@@ -79,6 +94,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     sampling: Sampling
     peer: tuple[bytes, int] | None = None
     fallback: bool = True
+    cache: CacheUse = CACHE_USED
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
@@ -88,6 +104,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     ticket: bytes
     tokens: bytes
     sampling: Sampling
+    cache: CacheUse = CACHE_USED
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import BadRequest, RuntimeFault
+from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
 from kvrail.runtime.rank_stats import pool_gauges
@@ -84,6 +85,7 @@ class Prefilling:
         links: Links,
         sender: Sender,
         send: Callable[[ToFront], None],
+        cache: HostPrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -91,6 +93,7 @@ class Prefilling:
         self._links = links
         self._sender = sender
         self._send = send
+        self._cache = cache
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
         self._writers: dict[int, _ucx.Writer] = {}
@@ -179,7 +182,7 @@ class Prefilling:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
-                self._sender.computed(now, ticket, output.computed, state.pages)
+                self._sender.computed(now, ticket, output.computed, state.pages, cached=state.host_pages)
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
@@ -218,8 +221,8 @@ class Prefilling:
             case RenewWriter(_, writer, ttl_s):
                 if writer in self._writers:
                     self._writers[writer].renew(ttl_s)
-            case Push(link, writer, pool, source, target):
-                self._push(LinkKey(*link), writer, pool, source, target)
+            case Push():
+                self._push(effect)
             case Ring(link, writer, bell, pages, state_slot):
                 if writer not in self._writers:
                     return
@@ -242,28 +245,31 @@ class Prefilling:
             case PrefillEnded():
                 self._ended(effect)
 
-    def _push(
-        self,
-        key: LinkKey,
-        writer: int,
-        pool: int,
-        source: npt.NDArray[np.uint32],
-        target: npt.NDArray[np.uint32],
-    ) -> None:
-        if writer not in self._writers:
+    def _push(self, push: Push) -> None:
+        writer = self._writers.get(push.writer)
+        if writer is None:
             return
-        memory = self._pools.pages if pool == PAGE_POOL else self._pools.state
+        memory = self._pools.pages if push.pool == PAGE_POOL else self._pools.state
         assert memory is not None
-        self._writers[writer].push(pool, memory.address, source, target)
-        pages = len(target) if pool == PAGE_POOL else 0
-        self._board.count(key, pages=pages, bytes=len(target) * memory.unit_bytes)
+        if push.cached:
+            # Straight from the host cache, while the rest of the prompt is computed.
+            assert self._cache is not None
+            for span in self._cache.spans(push.source):
+                writer.push(push.pool, span.address, span.units, push.target[span.where])
+            self._counters["pages_pushed_from_host"] += len(push.target)
+        else:
+            writer.push(push.pool, memory.address, push.source, push.target)
+        pages = len(push.target) if push.pool == PAGE_POOL else 0
+        self._board.count(LinkKey(*push.link), pages=pages, bytes=len(push.target) * memory.unit_bytes)
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]
         try:
             if len(call.tokens) != token_end:
                 raise BadRequest(f"the call has {len(call.tokens)} tokens, its ticket is for {token_end}")
-            self.engine.add(request_id, call.tokens, call.call.sampling, prefill_only=True)
+            self.engine.add(
+                request_id, call.tokens, call.call.sampling, prefill_only=True, cache=call.call.cache
+            )
         except RuntimeFault as fault:
             self._sender.prefill_failed(
                 now, ticket, fault.message, status=fault.status, retry_after_s=fault.retry_after_s
@@ -296,8 +302,12 @@ class Prefilling:
         gauges = pool_gauges(self._pool, self.engine) | self._sender.gauges()
         gauges["requests_open"] = len(self._calls)
         gauges["writers_open"] = len(self._writers)
-        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
-        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+        counted = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
+        gauges, counters = dict(gauges), dict[str, float](counted)
+        if self._cache is not None:
+            gauges |= self._cache.gauges()
+            counters |= self._cache.counters()
+        return Stats(steps=steps, gauges=gauges, counters=counters, links=self._board.counters())
 
 
 def _hand_off(call: _Call, output: StepOutput) -> HandOff:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
-from kvrail.runtime.messages import FinishReason, Sampling
+from kvrail.runtime.messages import CACHE_USED, CacheUse, FinishReason, Sampling
 from kvrail.runtime.prefix import extend_keys
 from kvrail.runtime.sampler import check_sampling
 from kvrail.transfer.wire import TokenLogprob
@@ -21,10 +21,13 @@ class EngineSequence:
     """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
 
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
-    of which the first `indexed` were offered to the prefix cache or came from it.
+    of which the first `indexed` were offered to the prefix cache or came from it. `cache`: whether and under which
+    salt it takes part in prefix caching.
     """
 
     __slots__ = (
+        "_prompt",
+        "cache",
         "cached_tokens",
         "computed",
         "emitted",
@@ -46,14 +49,17 @@ class EngineSequence:
         *,
         emitted: Iterable[int] = (),
         prefill_only: bool = False,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         check_sampling(sampling)
         self.sequence_id = sequence_id
         self.tokens: list[int] = [*prompt.tolist(), *emitted]
         self.prompt_tokens = len(prompt)
+        self._prompt = prompt
         self.emitted = len(self.tokens) - len(prompt)
         self.sampling = sampling
         self.prefill_only = prefill_only
+        self.cache = cache
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.indexed = 0
@@ -71,11 +77,16 @@ class EngineSequence:
         """The snapshot that the engine shows."""
         return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0)
 
-    def page_keys(self, namespace: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
-        """Keys of the first `full_pages` pages."""
+    def page_keys(self, first: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
+        """Keys of the first `full_pages` pages; `first` is the namespace."""
         if len(self.keys) < full_pages:
-            known = np.asarray(self.tokens[: full_pages * page_tokens], dtype=np.uint32)
-            extend_keys(self.keys, namespace, known, page_tokens, full_pages)
+            known, wanted = len(self.keys) * page_tokens, full_pages * page_tokens
+            # Of a long prompt the array, which is there already, is hashed several times faster than the list.
+            inside = wanted <= self.prompt_tokens
+            fresh = (
+                self._prompt[known:wanted] if inside else np.array(self.tokens[known:wanted], dtype=np.uint32)
+            )
+            extend_keys(self.keys, first, fresh, page_tokens)
         return self.keys[:full_pages]
 
     def restart(self) -> None:

@@ -144,6 +144,11 @@ class PagePool:
         holding = self._held.get(owner)
         return list(holding.pages) if holding is not None else []
 
+    def reads_of(self, owner: str) -> list[int]:
+        """The shared pages that `owner` reads, in the order in which it matched or shared them."""
+        holding = self._held.get(owner)
+        return list(holding.reads) if holding is not None else []
+
     def state_slot_of(self, owner: str) -> int:
         """The state slot of `owner`, or -1."""
         holding = self._held.get(owner)

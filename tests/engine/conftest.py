@@ -14,12 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kit.host_memory import host_cache_over
 from kvrail.kernels import linear
 from kvrail.runtime.checkpoint import Checkpoint, open_checkpoint
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.engine_protocol import StepOutput
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.page_copier import PageCopier
 from kvrail.transfer.pages import PagePool
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -60,11 +62,22 @@ def save_tiny(folder: Path, kind: str, **changes: Any) -> Path:
 class Rig:
     """An engine with its pool and memory, and the plain way to run it."""
 
-    def __init__(self, model: PagedModel, pages: int, **options: Any) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        pages: int,
+        *,
+        host_pages: int = 0,
+        copier: PageCopier | None = None,
+        **options: Any,
+    ) -> None:
         self.model = model
         self.pool = PagePool(pages)
         self.memory = bytearray(pages * model.layout.page_bytes)
-        self.engine = EmbeddedEngine(model, self.pool, self.memory, **options)
+        self.host = (
+            host_cache_over(self.memory, model.layout, self.pool, host_pages, copier) if host_pages else None
+        )
+        self.engine = EmbeddedEngine(model, self.pool, self.memory, host_cache=self.host, **options)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, StepOutput] = {}
         self.steps: list[list[StepOutput]] = []
@@ -72,6 +85,8 @@ class Rig:
     def step(self) -> list[StepOutput]:
         outputs = self.engine.step()
         self.pool.check()
+        if self.host is not None:
+            self.host.index.check()
         self.steps.append(outputs)
         for output in outputs:
             if output.token is not None:
@@ -102,6 +117,8 @@ class Rig:
         assert (self.pool.owned, self.pool.shared, self.pool.quarantined) == (0, 0, 0)
         assert self.engine.load == {"running": 0, "waiting": 0, "waiting_tokens": 0}
         assert not self.engine.has_work
+        if self.host is not None:
+            assert self.host.index.pinned == 0
 
 
 class Models:

@@ -31,7 +31,7 @@ class Bench:
             self.receiver.link_up(0, key, 1, "worker")
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
-            add=lambda request, tokens, sampling: self.local.append(request),
+            add=lambda request, tokens, sampling, cache: self.local.append(request),
             abort=lambda request: None,
             has_work=True,
         )

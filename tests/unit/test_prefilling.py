@@ -51,7 +51,7 @@ class Bench:
         self.beats: list[Beat] = []
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
-            add=lambda request, tokens, sampling, prefill_only: self.added.append(request),
+            add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
             sequence=lambda request: SequenceState([0, 1], 32, 0),
         )
