@@ -187,10 +187,12 @@ class Completion:
         self._counters["requests_submitted"] += 1
         if message.peer is None:
             self._prefill_here(request, None)
-        elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
+            return
+        request.keys = self.engine.prefix_keys(tokens, message.cache)
+        lacking = self.engine.layout.pages_for(len(tokens)) - self._pool.known(request.keys)
+        if lacking > self._largest_ticket:
             reason = (
-                f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
-                f"({self._largest_ticket}: --link-share)"
+                f"its {lacking} pages are more than one link may hold ({self._largest_ticket}: --link-share)"
             )
             if message.fallback:
                 self._lost(request, reason, None)
@@ -220,6 +222,7 @@ class Completion:
                 request.id,
                 request.link,
                 len(request.tokens),
+                keys=request.keys,
                 verify=random.random() < self._verify_share,
             )
         except NoPages as error:

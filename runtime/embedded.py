@@ -21,7 +21,7 @@ from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor
-from kvrail.runtime.prefix import namespace
+from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.runtime.sampler import sample
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -152,6 +152,13 @@ class EmbeddedEngine:
         if sequence is None:
             return None
         return sequence.state._replace(host_pages=self._host.pages_of(sequence_id) if self._host else None)
+
+    def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
+        """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
+        keys: list[bytes] = []
+        if self._prefix_cache and cache.use:
+            extend_keys(keys, namespace(self._fingerprint, salt=cache.salt), tokens, self.layout.page_tokens)
+        return keys
 
     def flush_cache(self) -> tuple[int, int]:
         """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""

@@ -108,6 +108,9 @@ class Engine(Protocol):
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence."""
 
+    def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
+        """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
+
     def flush_cache(self) -> tuple[int, int]:
         """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,12 +19,16 @@ __all__ = ["Request", "grant_in_turn"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room."""
+    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
+
+    `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that.
+    """
 
     submit: Submit
     tokens: npt.NDArray[np.uint32]
     phase: Literal["waiting", "granted", "first", "decoding"]
     deadline: float
+    keys: list[bytes] = field(default_factory=list)
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0

@@ -14,6 +14,7 @@ Pure and single-threaded: the ticket ledgers and the engine of one rank share on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -230,6 +231,10 @@ class PagePool:
                 self._unread.pop(page, None)
                 self._readers[page] = self._readers.get(page, 0) + 1
         return pages
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are present. Pins nothing, so it may be less a moment later."""
+        return sum(1 for _ in itertools.takewhile(self._page_of_key.__contains__, keys))
 
     def flush_cache(self) -> int:
         """Free every cached page that nobody reads; returns how many."""

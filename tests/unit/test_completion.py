@@ -33,6 +33,7 @@ class Bench:
             layout=LAYOUT,
             add=lambda request, tokens, sampling, cache: self.local.append(request),
             abort=lambda request: None,
+            prefix_keys=lambda tokens, cache: [],
             has_work=True,
         )
         links: Any = SimpleNamespace(send=lambda key, message: None)
