@@ -27,7 +27,7 @@ from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
 from kvrail.runtime.errors import EngineFailed, RuntimeFault, fault_of
-from kvrail.runtime.messages import Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
 from kvrail.transfer.wire import pack_u32
 
 __all__ = ["Dispatcher", "Job"]
@@ -51,6 +51,7 @@ class Job:
     tokens: list[int]
     sampling: Sampling
     affinity: bytes
+    cache: CacheUse = CACHE_USED
     outcome: str = ""
     route: str = ""
     started: float = field(default_factory=time.monotonic)
@@ -118,6 +119,7 @@ class Dispatcher:
             sampling=job.sampling,
             peer=peer.key if peer else None,
             fallback=self._config.local_prefill != "never" or self._peers is None,
+            cache=job.cache,
         )
         call: asyncio.Task[None] | None = None
         with rank.submit(submit) as request:
@@ -172,6 +174,7 @@ class Dispatcher:
             rank=number,
             tokens=pack_u32(job.tokens),
             sampling=job.sampling,
+            cache=job.cache,
         )
         try:
             response = await self._client.post(

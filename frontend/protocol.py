@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvrail.runtime.errors import TooLong
-from kvrail.runtime.messages import Sampling
+from kvrail.runtime.messages import CacheUse, Sampling
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message"]
 
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
+_LONGEST_SALT = 256
 
 
 def _neutral(*allowed: Any) -> AfterValidator:
@@ -110,6 +111,9 @@ class GenerationRequest(_Shape):
     stream_options: _StreamOptions | None = None
     ignore_eos: bool | None = None
     user: str | None = None
+    # Whether prefixes of this prompt are looked up and kept; only requests of one salt share them.
+    prefix_cache: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=_LONGEST_SALT)
     n: Annotated[Any, _neutral(1)] = None
     frequency_penalty: Annotated[Any, _neutral(0, 0.0)] = None
     presence_penalty: Annotated[Any, _neutral(0, 0.0)] = None
@@ -121,6 +125,11 @@ class GenerationRequest(_Shape):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def cache_use(self) -> CacheUse:
+        """How the request takes part in prefix caching."""
+        return CacheUse(use=self.prefix_cache is not False, salt=self.cache_salt or "")
 
     def wanted_logprobs(self) -> int | None:
         """How many alternatives to report for each token; None: no log-probabilities."""

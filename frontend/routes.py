@@ -129,6 +129,7 @@ def openai_routes(
             tokens=tokens,
             sampling=body.sampling(len(tokens), limit, renderer.eos_ids),
             affinity=affinity_key(first_words),
+            cache=body.cache_use,
         )
 
     async def answer(request: Request, body: GenerationRequest, job: Job, form_kind: type[Form]) -> Response:

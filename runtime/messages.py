@@ -17,10 +17,12 @@ __all__ = [
     "CACHE_USED",
     "Abort",
     "Accepted",
+    "CacheFlushed",
     "CacheUse",
     "Connect",
     "Disconnect",
     "Failed",
+    "FlushCache",
     "Granted",
     "LinkReport",
     "Output",
@@ -132,11 +134,17 @@ class Disconnect(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):
     reason: str
 
 
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
+    """Forget all cached prefixes that nothing uses just now; `CacheFlushed` answers."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     pass
 
 
-ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | Shutdown
+ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | FlushCache | Shutdown
 
 # --- rank → front -----------------------------------------------------------------------------------------------
 
@@ -201,6 +209,14 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_done")
     retry_after_s: float | None = None
 
 
+class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="cache_flushed"):
+    """The answer to `FlushCache` of that number: pages of the pool and of the host cache that are free now."""
+
+    number: int
+    pool_pages: int
+    host_pages: int
+
+
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """The state of one link, sent at each change. `state`: connecting, up, suspect, down, refused."""
 
@@ -227,7 +243,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     links: list[tuple[str, int, dict[str, float]]] = []
 
 
-ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | LinkReport | Stats
+ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | CacheFlushed | LinkReport | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
