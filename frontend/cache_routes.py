@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvrail.runtime.errors import Unavailable
 
 __all__ = ["cache_routes"]
 
-_POOL = "pages_"
+_POOL_GAUGES = ("pages_capacity", "pages_free", "pages_cached", "pages_shared", "pages_owned")
 _HOST = "hicache_"
 
 
@@ -41,15 +42,12 @@ def cache_routes(config: LaunchConfig, ranks: Sequence[RankClient], token: bytes
         ready = [rank for rank in ranks if rank.ready is not None]
         if not ready:
             raise Unavailable("no rank is ready yet", retry_after_s=1.0)
-        flushed = [(rank.rank, await rank.flush_cache()) for rank in ready]
-        return json_response(
-            {
-                "ranks": [
-                    {"rank": number, "pool_pages": one.pool_pages, "host_pages": one.host_pages}
-                    for number, one in flushed
-                ]
-            }
-        )
+        flushed = await asyncio.gather(*(rank.flush_cache() for rank in ready))
+        found = [
+            {"rank": rank.rank, "pool_pages": one.pool_pages, "host_pages": one.host_pages}
+            for rank, one in zip(ready, flushed, strict=True)
+        ]
+        return json_response({"ranks": found})
 
     return router
 
@@ -60,9 +58,8 @@ def _of_rank(rank: RankClient) -> dict[str, Any]:
     counted = rank.stats.gauges | rank.stats.counters
     return {
         "rank": rank.rank,
-        "pool": {name[len(_POOL) :]: counted[name] for name in counted if name in _POOL_GAUGES},
-        "host": {name[len(_HOST) :]: value for name, value in counted.items() if name.startswith(_HOST)},
+        "pool": {name.removeprefix("pages_"): counted[name] for name in _POOL_GAUGES if name in counted},
+        "host": {
+            name.removeprefix(_HOST): value for name, value in counted.items() if name.startswith(_HOST)
+        },
     }
-
-
-_POOL_GAUGES = ("pages_capacity", "pages_free", "pages_cached", "pages_shared", "pages_owned")

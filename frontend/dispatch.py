@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.runtime.config import LaunchConfig
@@ -24,10 +25,12 @@ from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
+from kvrail.runtime.control.prefix_directory import PrefixDirectory
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
 from kvrail.runtime.errors import EngineFailed, RuntimeFault, fault_of
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
 
 __all__ = ["Dispatcher", "Job"]
@@ -55,6 +58,8 @@ class Job:
     outcome: str = ""
     route: str = ""
     started: float = field(default_factory=time.monotonic)
+    # Names of the prompt's pages, for routing by prefix; empty with other policies.
+    page_keys: list[bytes] = field(default_factory=list)
 
 
 class Dispatcher:
@@ -78,6 +83,7 @@ class Dispatcher:
         self._headers = {**bearer_header(token), "Content-Type": MEDIA_TYPE}
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prefixes = PrefixDirectory() if config.routing == "prefix" else None
         metrics.waiting.set_function(lambda: admission.waiting)
         for rank in ranks:
             rank.subscribe(admission.wake)
@@ -90,12 +96,17 @@ class Dispatcher:
         Raises the RuntimeFault that ended the job: before the first output as well as between two.
         """
         note = _Note(job)
+        if self._prefixes is not None and job.cache.use:
+            first = namespace("", salt=job.cache.salt)
+            extend_keys(job.page_keys, first, np.array(job.tokens, dtype=np.uint32), self._config.page_tokens)
         try:
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
                 async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
+                        if not note.began:
+                            self._learn(job, place.route, output)
                         place.prefilled()
                         note.output(output, self._metrics)
                         yield output
@@ -144,13 +155,28 @@ class Dispatcher:
                     self._spawn(self._cancel_prefill(job, peer))
                 request.abort(job.outcome or "cancelled by the client")
 
+    def _learn(self, job: Job, route: Route, output: Output) -> None:
+        """The first output says who has the prompt now, and how much of it the prefill rank had before."""
+        if self._prefixes is None:
+            return
+        ready = self._ranks[route.rank].ready
+        if route.peer is not None and output.route == "remote":
+            self._prefixes.correct(
+                job.page_keys, route.peer.key, output.cached_tokens // self._config.page_tokens
+            )
+            self._prefixes.note(job.page_keys, route.peer.key)
+        if ready is not None:
+            self._prefixes.note(job.page_keys, (ready.self_rank.incarnation, route.rank))
+
     def _choose(self, job: Job) -> Route | None:
+        held = self._prefixes.longest(job.page_keys) if self._prefixes is not None else {}
         views = [
             RankView(
                 rank=rank.rank,
                 load=self._admission.at_rank[rank.rank],
                 limit=rank.ready.queue_limit,
                 links_up=self._peers.links_up(rank) if self._peers else frozenset(),
+                held=held.get((rank.ready.self_rank.incarnation, rank.rank), 0),
             )
             for rank in self._ranks
             if rank.usable and rank.ready is not None
@@ -159,7 +185,9 @@ class Dispatcher:
             policy=self._config.routing,
             affinity=job.affinity,
             ranks=views,
-            peers=self._peers.views if self._peers else (),
+            peers=[view._replace(held=held.get(view.key, 0)) for view in self._peers.views]
+            if self._peers
+            else (),
             local_prefill=self._config.local_prefill if self._peers else "always",
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
         )
@@ -242,6 +270,11 @@ class _Note:
         self._cached = 0
         self._first_s: float | None = None
         self._last = 0.0
+
+    @property
+    def began(self) -> bool:
+        """Whether an output has come."""
+        return self._first_s is not None
 
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()

@@ -67,7 +67,10 @@ class LaunchConfig:
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
-    routing: Literal["affinity", "least-loaded"] = _setting("affinity", "how the ce picks ranks")
+    routing: Literal["affinity", "least-loaded", "prefix"] = _setting(
+        "affinity",
+        "how the ce picks ranks: one for each conversation, the idlest, or who has most of the prompt",
+    )
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
     )
