@@ -30,6 +30,8 @@ _TEXTS = (
     "In 1969, three astronauts left for the moon. When they returned,",
     "Die Würde des Menschen ist unantastbar. 日本語のテキスト 🙂 and back to English:",
 )
+# A model whose every layer has a window has no pages, and one without any no states.
+_ARRIVED = r"^kvrail_link_(?:pages|states)_total\{(.*?)\} (\S+)$"
 _CHAT = (
     ("What is the capital of France?", "And of Italy?", "Which of the two is larger?"),
     ("Tell me a short story about a fox.", "Continue it.", "Give it a title."),
@@ -52,14 +54,20 @@ class Report:
         return self.compared > 0 and not (self.differences or self.not_remote or self.problems)
 
 
-def make_prompts(page_tokens: int, longest: int, count: int | None = None) -> list[list[int] | str]:
+def make_prompts(
+    page_tokens: int, longest: int, count: int | None = None, *, window: int = 0
+) -> list[list[int] | str]:
     """Prompts of one token to several pages, around each page boundary (as token ids), and some texts.
+
+    With a `window` (tokens that sliding-window layers see) also around that, and well beyond it.
 
     Token ids lie between 300 and 2000, which any real vocabulary has; the draw is seeded: same prompts each time.
     """
     page = page_tokens
     lengths = [1, 2, 3, 15, page - 1, page, page + 1, page + page // 2, 2 * page - 1, 2 * page, 2 * page + 1]
     lengths += [3 * page + 5, 4 * page, 31, 64, 100]
+    if window:
+        lengths += [window - 1, window, window + 1, 2 * window + 3, 3 * window]
     draw = random.Random(7)
     prompts: list[list[int] | str] = [
         [draw.randrange(300, 2000) for _ in range(length)]
@@ -102,7 +110,7 @@ def _difference(ref: tuple[list[Any], str, str], split: tuple[list[Any], str, st
 
 
 async def pages_received(client: httpx.AsyncClient, lane: str | None, *, beyond: float = -1.0) -> float:
-    """Pages that the CE has received by one-sided writes, over `lane` ("shm", "put/cma", …; None: any).
+    """Pages and state slots that the CE has received by one-sided writes, over `lane` ("shm", "put/cma", …; None: any).
 
     Ranks report a few times a second: waits up to two seconds for more than `beyond`.
     """
@@ -110,7 +118,7 @@ async def pages_received(client: httpx.AsyncClient, lane: str | None, *, beyond:
     while True:
         text = (await client.get("/metrics")).text
         total = 0.0
-        for labels, value in re.findall(r"^kvrail_link_pages_total\{(.*?)\} (\S+)$", text, re.MULTILINE):
+        for labels, value in re.findall(_ARRIVED, text, re.MULTILINE):
             found = dict(re.findall(r'(\w+)="(.*?)"', labels))
             if lane is None or lane in (found["lane"], f"{found['lane']}/{found['transport']}"):
                 total += float(value)
@@ -187,7 +195,9 @@ async def check(
         await asyncio.gather(*jobs, *talks)
         report.pages = await pages_received(split, expect_lane, beyond=before) - before
     if report.pages <= 0:
-        report.problems.append(f"the CE's metrics show no page received over lane {expect_lane or 'any'}")
+        report.problems.append(
+            f"the CE's metrics show no page or state received over lane {expect_lane or 'any'}"
+        )
     return report
 
 
@@ -231,7 +241,8 @@ def main(
             _refuse(f"the two servers name different models: ref {theirs['id']}, split {card['id']}")
         if card["max_model_len"] is None:
             _refuse(f"{split} is still loading its model")
-        page_tokens = _get(client, f"{split}/lanes")["page_tokens"]
+        lanes = _get(client, f"{split}/lanes")
+        page_tokens, window = lanes["page_tokens"], lanes["window"]
     longest = int(card["max_model_len"]) - max_tokens
     good = True
     for wide in (int(part) for part in concurrency.split(",")):
@@ -242,7 +253,7 @@ def main(
                 split,
                 model=card["id"],
                 expect_lane=expect_lane,
-                prompts=make_prompts(page_tokens, longest, prompts),
+                prompts=make_prompts(page_tokens, longest, prompts, window=window),
                 max_tokens=max_tokens,
                 concurrency=wide,
                 chat=chat,
@@ -252,7 +263,7 @@ def main(
         )
         say.print(
             f"{report.compared} compared, {len(report.differences)} different, {len(report.not_remote)} not remote, "
-            f"{report.pages:.0f} pages over lane {expect_lane or 'any'}"
+            f"{report.pages:.0f} pages and states over lane {expect_lane or 'any'}"
         )
         for line in report.differences + report.not_remote + report.problems:
             say.print(f"  [red]{line}[/]", highlight=False)

@@ -96,13 +96,15 @@ def _lanes(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher
                         for size, speed, time_us in report.probes
                     ],
                     "counters": counters.get((incarnation.hex(), number))
-                    or {"pages": 0.0, "bytes": 0.0, "tickets": 0.0},
+                    or {"pages": 0.0, "states": 0.0, "bytes": 0.0, "tickets": 0.0},
                 }
             )
     return {
         "role": config.role,
         "page_tokens": config.page_tokens,
         "page_bytes": layouts[0].page_bytes if layouts else None,
+        "window": layouts[0].window if layouts else None,
+        "state_bytes": layouts[0].state_bytes if layouts else None,
         "links": links,
         "prefill_engines": [
             {"url": url, "trouble": trouble} for url, trouble in (peers.trouble if peers else {}).items()

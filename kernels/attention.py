@@ -1,83 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of one step on a CPU: a flat batch of prefill chunks and single tokens over one pool.
+"""Attention of one step with torch: a flat batch of prefill chunks and single tokens over pages and rings.
 
-What is the same for every layer (where new KV goes, which pages are read, masks) is worked out once a step in
-`StepPlan`; a layer then costs two row copies into the pool and, for each group of sequences, a gather and one
-call of torch's fused attention. Heads that share a KV head are never expanded in memory: for a single token they
-become the rows of its query, for a chunk a batch dimension of stride 0.
+What is the same for every layer (where new KV goes, what is read, masks) is worked out once a step in `StepPlan`; a
+layer then costs two row copies into memory and, for each group of sequences, a gather and one call of torch's fused
+attention. Heads that share a KV head are never expanded in memory: for a single token they become the rows of its
+query, for a chunk a batch dimension of stride 0. All tensors live where the pool lives.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Slice", "StepPlan"]
+from kvrail.kernels.paged_kv import PagedKV
+from kvrail.kernels.ring_kv import RingKV
+from kvrail.kernels.step_parts import QUERY_BLOCK, Slice
 
-# Rows of a chunk that attend together: keys behind the last of them are not read, which saves half of the work.
-QUERY_BLOCK = 128
-
-
-class Slice(NamedTuple):
-    """The part of one sequence that a step computes: tokens start … start + length - 1, over `pages`.
-
-    `pages` covers at least the tokens up to start + length; its KV before `start` is complete.
-    """
-
-    pages: list[int]
-    start: int
-    length: int
-
-
-class _Singles(NamedTuple):
-    """Sequences of similar length with one new token each."""
-
-    rows: torch.Tensor  # [B] index of each token in the flat batch
-    pages: torch.Tensor  # [B * n] page tables, short ones filled up with their own first page
-    mask: torch.Tensor  # [B, 1, 1, n * page_tokens] 0 where a token sees a position, else -inf
-
-
-class _Block(NamedTuple):
-    """Some rows of a chunk, relative to it, and the keys that they see."""
-
-    first: int
-    last: int
-    keys: int
-    mask: torch.Tensor  # [last - first, keys]
-
-
-class _Chunk(NamedTuple):
-    """One sequence with several new tokens."""
-
-    first: int
-    last: int
-    pages: torch.Tensor
-    blocks: list[_Block]
+__all__ = ["QUERY_BLOCK", "Slice", "StepPlan"]
 
 
 class StepPlan:
-    """One step over `pool` [P, layers, 2, page_tokens, kv_heads, head_dim]; slices in the order of the batch.
+    """One step over `pool` [P, full layers, 2, page_tokens, kv_heads, head_dim]; slices in the order of the batch.
 
-    Queries, keys and values come in `dtype`, which may be wider than the pool's.
+    `rings` [slots, windowed layers, 2, window, kv_heads, head_dim]: state of sliding-window layers, for models that
+    have them. Queries, keys and values come in `dtype`, which may be wider than the pool's.
     """
 
-    def __init__(self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype) -> None:
-        self._pool = pool
-        self._rows = pool.view(-1, pool.shape[4], pool.shape[5])
-        page_tokens = pool.shape[3]
+    def __init__(
+        self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype, rings: torch.Tensor | None = None
+    ) -> None:
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in slices])
-        written = np.concatenate(
-            [np.asarray(s.pages)[np.arange(s.start, s.start + s.length) // page_tokens] for s in slices]
-        )
-        self.positions = torch.from_numpy(positions)
-        # Row of (page, layer, k or v, token) in the pool seen as [rows, kv_heads, head_dim].
-        first = written * (pool.shape[1] * 2 * page_tokens) + positions % page_tokens
-        steps = np.arange(pool.shape[1] * 2)[:, None] * page_tokens
-        self._targets = torch.from_numpy(first[None, :] + steps)
-        self._singles, self._chunks = _group(slices, page_tokens, dtype, pool.dtype)
+        like = torch.empty(0, dtype=dtype, device=pool.device)
+        self.positions = torch.from_numpy(positions).to(pool.device)
+        self._pages = PagedKV(pool, slices, positions, like)
+        self._rings = None if rings is None else RingKV(rings, slices, positions, like)
 
     @property
     def tokens(self) -> int:
@@ -85,82 +42,81 @@ class StepPlan:
         return len(self.positions)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store K and V of the new tokens, then attend.
 
-        query [heads, T, head_dim], key and value [kv_heads, T, head_dim] → [T, heads, head_dim].
+        query [heads, T, dim], key [kv_heads, T, dim], value [kv_heads, T, value_dim] → [T, heads, value_dim].
+        `layer` counts within its kind: full layers in the pool, those with a `sliding_window` in the rings.
+        `softcap`: scores become softcap * tanh(score / softcap). `s_aux` [heads]: a logit beside the scores of each
+        query that takes its share of the softmax and gives nothing (an attention sink).
         """
-        self._rows.index_copy_(0, self._targets[2 * layer], key.transpose(0, 1).to(self._pool.dtype))
-        self._rows.index_copy_(0, self._targets[2 * layer + 1], value.transpose(0, 1).to(self._pool.dtype))
-        keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
+        if sliding_window is None:
+            memory: PagedKV | RingKV = self._pages
+            self._pages.store(layer, key, value)
+        elif self._rings is None or self._rings.window != sliding_window:
+            held = "none" if self._rings is None else f"rings of {self._rings.window} tokens"
+            raise ValueError(f"a layer has a window of {sliding_window} tokens, and there are {held}")
+        else:
+            memory = self._rings
         heads, tokens, head_dim = query.shape
         kv_heads = key.shape[0]
         groups = heads // kv_heads
-        out = query.new_empty(tokens, heads, head_dim)
-        for chunk in self._chunks:
-            k, v = (_read(side, chunk.pages, 1).to(query.dtype) for side in (keys, values))
+        sinks = None if s_aux is None else s_aux.view(kv_heads, groups)
+        out = query.new_empty(tokens, heads, value.shape[2])
+        for chunk in memory.chunks:
+            k, v = (x.to(query.dtype) for x in memory.of_chunk(layer, chunk, key, value))
             k, v = k.expand(groups, -1, -1, -1), v.expand(groups, -1, -1, -1)
             part = query[:, chunk.first : chunk.last]
             q = part.view(kv_heads, groups, -1, head_dim).transpose(0, 1)
-            o = out[chunk.first : chunk.last].view(-1, kv_heads, groups, head_dim).permute(2, 1, 0, 3)
-            for first, last, seen, mask in chunk.blocks:
-                o[:, :, first:last] = F.scaled_dot_product_attention(
-                    q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scaling
+            o = out[chunk.first : chunk.last].view(-1, kv_heads, groups, out.shape[2]).permute(2, 1, 0, 3)
+            sink = None if sinks is None else sinks.t()[:, :, None, None]
+            for first, last, low, high, mask in chunk.blocks:
+                o[:, :, first:last] = _attention(
+                    q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, scaling, softcap, sink
                 )
-        for group in self._singles:
+        if memory is self._rings:
+            self._rings.store(layer, key, value)
+        for group in memory.singles:
             batch = len(group.rows)
-            k, v = _read(keys, group.pages, batch), _read(values, group.pages, batch)
+            k, v = memory.of_singles(layer, group, key, value)
             q = query.index_select(1, group.rows).view(kv_heads, groups, batch, head_dim).permute(2, 0, 1, 3)
+            sink = None if sinks is None else sinks[None, :, :, None]
             # Narrowing a few queries costs less than widening what they read.
-            o = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=group.mask, scale=scaling)
-            out.index_copy_(0, group.rows, o.reshape(batch, heads, head_dim).to(out.dtype))
+            o = _attention(q.to(k.dtype), k, v, group.mask, scaling, softcap, sink)
+            out.index_copy_(0, group.rows, o.reshape(batch, heads, -1).to(out.dtype))
         return out
 
 
-def _read(side: torch.Tensor, pages: torch.Tensor, batch: int) -> torch.Tensor:
-    """[P, page_tokens, kv_heads, head_dim] of one layer's K or V → [batch, kv_heads, positions, head_dim]."""
-    return side.index_select(0, pages).view(batch, -1, side.shape[2], side.shape[3]).transpose(1, 2)
-
-
-def _group(
-    slices: list[Slice], page_tokens: int, dtype: torch.dtype, stored: torch.dtype
-) -> tuple[list[_Singles], list[_Chunk]]:
-    chunks: list[_Chunk] = []
-    by_length: dict[int, list[tuple[int, Slice]]] = {}
-    row = 0
-    for part in slices:
-        pages = -(-(part.start + part.length) // page_tokens)
-        if part.length == 1:
-            # Tables of one group differ by less than a factor of two, so that little padding is read.
-            by_length.setdefault(pages.bit_length(), []).append((row, part))
-        else:
-            chunks.append(_chunk(part, row, pages, dtype))
-        row += part.length
-    return [_single(group, page_tokens, stored) for group in by_length.values()], chunks
-
-
-def _single(group: list[tuple[int, Slice]], page_tokens: int, dtype: torch.dtype) -> _Singles:
-    lengths = np.array([part.start + 1 for _, part in group])
-    width = -(-int(lengths.max()) // page_tokens)
-    table = np.empty((len(group), width), dtype=np.int64)
-    for line, (_, part) in zip(table, group, strict=True):
-        used = part.pages[:width]
-        line[: len(used)] = used
-        line[len(used) :] = used[0]
-    hidden = np.arange(width * page_tokens)[None, :] >= lengths[:, None]
-    mask = torch.zeros(len(group), 1, 1, width * page_tokens, dtype=dtype)
-    mask.masked_fill_(torch.from_numpy(hidden)[:, None, None, :], float("-inf"))
-    rows = torch.tensor([row for row, _ in group])
-    return _Singles(rows, torch.from_numpy(table).view(-1), mask)
-
-
-def _chunk(part: Slice, row: int, pages: int, dtype: torch.dtype) -> _Chunk:
-    blocks = []
-    for first in range(0, part.length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, part.length)
-        keys = part.start + last
-        mask = torch.zeros(last - first, keys, dtype=dtype)
-        mask[:, part.start + first :] = torch.full((last - first, last - first), float("-inf")).triu_(1)
-        blocks.append(_Block(first, last, keys, mask))
-    return _Chunk(row, row + part.length, torch.tensor(part.pages[:pages]), blocks)
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[…, rows, dim] over […, keys, dim]; `sinks` broadcasts over […, rows, 1]. Sums in float32."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        top = torch.maximum(scores.amax(-1, keepdim=True), sinks.float())
+        weights = (scores - top).exp()
+        weights = weights / (weights.sum(-1, keepdim=True) + (sinks.float() - top).exp())
+    return (weights @ value.float()).to(query.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["gather_pages", "paged_attention", "scatter_pages"]
+__all__ = ["causal_attention", "gather_pages", "paged_attention", "scatter_pages"]
 
 
 def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -16,6 +16,40 @@ def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def scatter_pages(pool: torch.Tensor, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """The inverse of `gather_pages`: pool[pages[i]] = slab[i]. `pages` holds no index twice."""
     pool[pages] = slab
+
+
+def causal_attention(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query: torch.Tensor,
+    scaling: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a sequence's last T tokens over all of its tokens, in float32.
+
+    keys [n, kv_heads, dim], values [n, kv_heads, value_dim]; query [T, heads, dim] belongs to the last T of the n
+    tokens, heads grouped by KV head. A token sees itself and those before it: the last `window` of them, or all.
+    `softcap` bends scores to softcap * tanh(score / softcap); `sinks` [heads] is a further logit of each head, whose
+    share of the softmax goes nowhere. Returns [T, heads, value_dim].
+    """
+    tokens, heads, _ = query.shape
+    result = query.new_empty(tokens, heads, values.shape[2])
+    for head in range(heads):
+        kv_head = head // (heads // keys.shape[1])
+        for token in range(tokens):
+            end = len(keys) - tokens + token + 1
+            first = 0 if window is None else max(0, end - window)
+            scores = keys[first:end, kv_head].float() @ query[token, head].float() * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].float()[None]))
+            weights = scores.softmax(0)[: end - first]
+            result[token, head] = (weights @ values[first:end, kv_head].float()).to(query.dtype)
+    return result
 
 
 def paged_attention(
@@ -32,20 +66,6 @@ def paged_attention(
     new ones; query [T, heads, head_dim] are the tokens at positions start … start + T - 1, heads grouped by KV
     head. Returns [T, heads, head_dim].
     """
-    tokens, heads, _ = query.shape
-    length = start + tokens
-    page_tokens, kv_heads = pool.shape[3], pool.shape[4]
-    result = torch.empty_like(query)
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        keys = torch.stack(
-            [pool[pages[t // page_tokens], layer, 0, t % page_tokens, kv_head] for t in range(length)]
-        )
-        values = torch.stack(
-            [pool[pages[t // page_tokens], layer, 1, t % page_tokens, kv_head] for t in range(length)]
-        )
-        for token in range(tokens):
-            seen = start + token + 1
-            scores = keys[:seen].float() @ query[token, head].float() * scaling
-            result[token, head] = (scores.softmax(0) @ values[:seen].float()).to(query.dtype)
-    return result
+    length = start + len(query)
+    keys, values = pool[pages, layer].transpose(0, 1).flatten(1, 2)[:, :length]
+    return causal_attention(keys, values, query, scaling)

@@ -34,11 +34,13 @@ def measure(model: PagedModel, *, batch: int, prompt: int, tokens: int) -> dict[
     Record: what, batch, prompt, tokens_per_s (median step), best_tokens_per_s, cpu_tokens_per_s (by the CPU time of
     the median step: with one thread, what it would be without other load), step_ms (median), steps.
     """
-    pages = batch * (-(-(prompt + tokens + 1) // _PAGE_TOKENS))
+    pages = batch * model.layout.pages_for(prompt + tokens + 1)
+    slots = batch if model.layout.state_bytes else 0
     engine = EmbeddedEngine(
         model,
-        PagePool(pages),
+        PagePool(pages, slots),
         bytearray(pages * model.layout.page_bytes),
+        state_memory=bytearray(slots * model.layout.state_bytes) if slots else None,
         max_num_batched_tokens=max(2048, batch * prompt),
         prefix_cache=False,
     )

@@ -15,14 +15,13 @@ from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
 from kvrail.runtime.embedded import EmbeddedEngine
-from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.host_cache_build import build_host_cache
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.pool_sizes import pool_sizes
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.process import RankSpec
-from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkEvent, LinkOptions, PeerAddress
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
@@ -31,11 +30,9 @@ from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.ucx import open_context, open_reactor
 
-__all__ = ["BuiltRank", "build_rank", "page_count"]
+__all__ = ["BuiltRank", "build_rank"]
 
 _log = logging.getLogger(__name__)
-_GIB = 1 << 30
-_DEFAULT_POOL_GIB = 1.0
 # What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
 _PREFILL_QUEUE = 32
 
@@ -53,20 +50,6 @@ class BuiltRank:
     queue_limit: int
 
 
-def page_count(config: LaunchConfig, layout: PageLayout) -> int:
-    """Pages of the pool: as asked for, or as many as the memory that was asked for holds."""
-    if config.kv_pages is not None:
-        return config.kv_pages
-    gib = config.kv_memory_gb or _DEFAULT_POOL_GIB
-    pages = int(gib * _GIB) // layout.page_bytes
-    if pages < 2:
-        raise ConfigError(
-            f"--kv-memory-gb {gib:g} holds {pages} pages of {layout.page_bytes / 1e6:.1f} MB: "
-            "give more memory, or fewer --page-tokens"
-        )
-    return pages
-
-
 @contextlib.contextmanager
 def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], None]) -> Iterator[BuiltRank]:
     """Load and connect everything. Raises ConfigError when the settings do not fit the model or the machine."""
@@ -76,7 +59,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     checkpoint = open_checkpoint(config.model, _log_progress)
     model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
     layout = model.layout
-    pages = page_count(config, layout)
+    pages, state_slots = pool_sizes(config, layout)
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
@@ -87,17 +70,25 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         stack.callback(context.close)
         reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
         stack.callback(reactor.close)
-        pools = Pools.allocate(context, pages=pages, page_bytes=layout.page_bytes)
+        pools = Pools.allocate(
+            context,
+            pages=max(1, pages),
+            page_bytes=layout.unit_bytes,
+            state_slots=state_slots,
+            state_bytes=layout.state_bytes,
+        )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
-        pool = PagePool(pages, growth_reserve=max(1, min(config.max_num_seqs, pages // 16)))
+        reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
+        pool = PagePool(pages, state_slots, growth_reserve=reserve)
         host_cache = build_host_cache(config, context, layout, pools, pool, memory)
         engine = EmbeddedEngine(
             model,
             pool,
             pools.pages.buffer,
             host_cache=host_cache,
+            state_memory=pools.state.buffer if pools.state is not None else None,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -201,7 +192,8 @@ def _role(
         send=send,
         cache=host_cache,
         verify_share=config.verify_kv,
-        seats=config.max_num_seqs,
+        # Who has a seat is sure of a state slot, however often it is preempted.
+        seats=min(config.max_num_seqs, pool.state_slots or config.max_num_seqs),
         largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),
     )
     # A few more than there are seats, so that a seat is taken again as soon as it is free.

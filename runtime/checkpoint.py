@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrail.runtime.architectures import refuse_unsupported
+from kvrail.runtime.architectures import kv_layout, refuse_unsupported
 from kvrail.runtime.config import environment
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.gguf_files import Progress, convert_gguf
@@ -58,16 +58,9 @@ class Checkpoint:
         return stored if stored in ("float32", "bfloat16", "float16") else "float32"
 
     def layout(self, dtype: str, page_tokens: int) -> PageLayout:
-        """The page geometry of this model computed in `dtype` ("auto" allowed)."""
-        config = self.config
-        heads = config.num_attention_heads
-        return PageLayout(
-            model_id=self.model_id,
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=self.resolve_dtype(dtype),
-            page_tokens=page_tokens,
+        """The geometry of pages and state slots of this model computed in `dtype` ("auto" allowed)."""
+        return kv_layout(
+            self.config, model_id=self.model_id, dtype=self.resolve_dtype(dtype), page_tokens=page_tokens
         )
 
 

@@ -38,7 +38,7 @@ from kvrail.runtime.messages import (
     ToFront,
     ToRank,
 )
-from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.rank_stats import pool_gauges, rank_stats
 from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.checksums import page_checksums, unpack_checksums
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
@@ -334,7 +334,13 @@ class Completion:
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(request.link, pages=len(landed.pages), bytes=landed.bell.pushed_bytes, tickets=1)
+        self._board.count(
+            request.link,
+            pages=len(landed.pages),
+            states=landed.state_slot >= 0,
+            bytes=landed.bell.pushed_bytes,
+            tickets=1,
+        )
         fault = self._verify(landed)
         if fault:
             _log.error("request %s: %s", request.id, fault)
@@ -437,9 +443,6 @@ class Completion:
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
         gauges["requests_open"] = len(self._requests)
         gauges["requests_without_room"] = len(self._waiting)
-        counted = self._counters + Counter({f"ticket_{k}": n for k, n in self._receiver.counters.items()})
-        gauges, counters = dict(gauges), dict[str, float](counted)
-        if self._cache is not None:
-            gauges |= self._cache.gauges()
-            counters |= self._cache.counters()
-        return Stats(steps=steps, gauges=gauges, counters=counters, links=self._board.counters())
+        return rank_stats(
+            steps, gauges, self._counters, self._receiver.counters, self._cache, self._board.counters()
+        )

@@ -58,9 +58,20 @@ class LaunchConfig:
     )
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
-    kv_memory_gb: float | None = _setting(None, "GiB for the page pool (default: 1 on a CPU host)")
+    kv_memory_gb: float | None = _setting(None, "GiB for pages and state slots (default: 1 on a CPU host)")
+    state_slots: int | None = _setting(
+        None,
+        "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
+    )
     hicache_size_gb: float | None = _setting(
         None, "GiB of host memory for the prefix cache of each rank (default: 1 for pe, else 0; 0: none)"
+    )
+    hicache_state_slots: int | None = _setting(
+        None,
+        "states in the host cache, for models with sliding windows (default: 256, if half of it holds them)",
+    )
+    hicache_state_interval: int = _setting(
+        8, "pages of a prompt between the states that the host cache keeps; one more at its end"
     )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
@@ -128,6 +139,15 @@ class LaunchConfig:
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
+        _require(
+            self.state_slots is None or 1 <= self.state_slots < 2**31,
+            "--state-slots must be at least 1 and below 2^31",
+        )
+        _require(
+            self.hicache_state_slots is None or 1 <= self.hicache_state_slots < 2**31,
+            "--hicache-state-slots must be at least 1 and below 2^31",
+        )
+        _require(self.hicache_state_interval >= 1, "--hicache-state-interval must be at least 1")
         _require(
             self.hicache_size_gb is None or 0 <= self.hicache_size_gb <= 2**20,
             "--hicache-size-gb must be between 0 and 1048576",

@@ -20,8 +20,8 @@ from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
-from kvrail.runtime.model import PagedModel, pool_tensor
-from kvrail.runtime.prefix import extend_keys, namespace
+from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
+from kvrail.runtime.prefix_caches import PrefixCaches
 from kvrail.runtime.sampler import sample
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -37,7 +37,8 @@ _COPY_WAIT_S = 0.002
 class EmbeddedEngine:
     """Implements engine_protocol.Engine on one CPU.
 
-    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine.
+    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine. So must
+    `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with sliding-window layers need.
     `max_model_len` is cut to what the model and the pool can hold.
     """
 
@@ -47,6 +48,7 @@ class EmbeddedEngine:
         pool: PagePool,
         memory: Any,
         *,
+        state_memory: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -54,16 +56,19 @@ class EmbeddedEngine:
         host_cache: HostPrefixCache | None = None,
     ) -> None:
         self.layout = model.layout
-        capacity = pool.pages * self.layout.page_tokens
+        if bool(self.layout.state_bytes) != bool(pool.state_slots and state_memory is not None):
+            raise ValueError(
+                f"{pool.state_slots} state slots for a model with {self.layout.state_bytes} bytes of state"
+            )
+        capacity = pool.pages * self.layout.page_tokens if self.layout.layers else model.max_model_len
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
         self._memory = pool_tensor(memory, pool.pages, self.layout)
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
-        self._prefix_cache = prefix_cache
-        self._host = host_cache
-        self._fingerprint = self.layout.fingerprint
+        self._rings = ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None
+        self._prefixes = PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache)
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
@@ -112,7 +117,7 @@ class EmbeddedEngine:
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
     ) -> None:
-        """Decode over the pages that the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
+        """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check_prompt(sequence_id, tokens)
         sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,), cache=cache)
         sequence.cached_tokens = cached_tokens
@@ -120,19 +125,25 @@ class EmbeddedEngine:
         pages = shared + self._pool.pages_of(owner)
         if len(pages) != self.layout.pages_for(len(tokens)):
             raise ValueError(f"{owner} holds {len(pages)} pages, not those of {len(tokens)} tokens")
+        slot = self._pool.state_slot_of(owner)
+        if (slot >= 0) != (self._rings is not None):
+            raise ValueError(f"{owner} holds state slot {slot}; states have {self.layout.state_bytes} bytes")
         self._pool.rename(owner, sequence_id)
-        sequence.pages, sequence.computed, sequence.indexed = pages, len(tokens), len(shared)
+        sequence.placed, sequence.pages, sequence.state_slot = True, pages, slot
+        sequence.computed, sequence.indexed = len(tokens), len(shared)
+        # Whatever else came with the last page or the ring must not reach attention, not even times zero. (A last
+        # page that others read is full: nothing is left over in it.)
         used = len(tokens) % self.layout.page_tokens
-        if used:
-            # Whatever else came with the last page must not reach attention, not even times zero.
-            # (Of a page that others read nothing is left over: it is full.)
+        if used and pages:
             self._memory[pages[-1], :, :, used:] = 0
+        if self._rings is not None:
+            self._rings[slot, :, :, len(tokens) :] = 0
         if self._finished_before(sequence):
             self._pool.release(sequence_id)
             return
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
-        self._index(sequence)
+        self._prefixes.index(sequence)
 
     def abort(self, sequence_id: str) -> None:
         """Drop a sequence in any state and free its pages; unknown ids are ignored."""
@@ -151,29 +162,26 @@ class EmbeddedEngine:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return None
-        return sequence.state._replace(host_pages=self._host.pages_of(sequence_id) if self._host else None)
+        return sequence.state._replace(host_pages=self._prefixes.host_pages(sequence_id))
 
     def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
         """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
-        keys: list[bytes] = []
-        if self._prefix_cache and cache.use:
-            extend_keys(keys, namespace(self._fingerprint, salt=cache.salt), tokens, self.layout.page_tokens)
-        return keys
+        return self._prefixes.keys(tokens, cache)
 
     def flush_cache(self) -> tuple[int, int]:
         """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
-        return self._pool.flush_cache(), self._host.flush() if self._host else 0
+        return self._prefixes.flush()
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
-        if self._host is not None:
-            self._host.close()
+        self._prefixes.close()
         self._memory = torch.empty(0)
+        self._rings = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if self._running or self._outputs or (self._host is not None and self._host.busy):
+        if self._running or self._outputs or self._prefixes.busy:
             return True
         return bool(self._waiting) and self._situation() != self._stuck
 
@@ -185,17 +193,14 @@ class EmbeddedEngine:
 
     def step(self) -> list[StepOutput]:
         """Run one batch and tell what it did for each sequence in it."""
-        if self._host is not None:
-            self._host.poll()
+        self._prefixes.poll()
         self._admit()
-        ready = self._loaded() if self._host is not None else self._running
-        turns = self._with_pages(
-            plan_step([Pending(s.sequence_id, s.remaining) for s in ready], token_budget=self._token_budget)
-        )
+        ready = [Pending(s.sequence_id, s.remaining) for s in self._loaded()]
+        turns = self._with_pages(plan_step(ready, token_budget=self._token_budget))
         if turns:
             self._run(turns)
-        elif self._host is not None and not self._outputs:
-            self._host.wait(_COPY_WAIT_S)
+        elif not self._outputs:
+            self._prefixes.wait(_COPY_WAIT_S)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -229,7 +234,9 @@ class EmbeddedEngine:
 
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
-        return (head, self._pool.available, self._pool.owned, len(self._running), len(self._sequences))
+        pool = self._pool
+        held = (pool.available, pool.owned, pool.free_states)
+        return (head, *held, len(self._running), len(self._sequences))
 
     def _admit(self) -> None:
         """Move waiting sequences into the batch while there are seats, tokens in the budget, and pages."""
@@ -238,7 +245,7 @@ class EmbeddedEngine:
             budget = max(budget, LEAST_CHUNK)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
-            if not self._take_pages(sequence):
+            if not self._place(sequence):
                 if self._hopeless():
                     self._waiting.popleft()
                     self._fail(
@@ -251,56 +258,58 @@ class EmbeddedEngine:
             self._running.append(sequence)
             budget -= sequence.remaining
 
-    def _take_pages(self, sequence: EngineSequence) -> bool:
-        """Pages for all tokens so far: cached ones for the longest known prefix, new ones for the rest."""
-        page_tokens = self.layout.page_tokens
-        cached: list[int] = []
-        found = 0
-        if self._caches(sequence):
-            # At least one token is left to compute: something must give the next token's logits.
-            keys = self._keys(sequence, (len(sequence.tokens) - 1) // page_tokens)
-            cached = self._pool.match(sequence.sequence_id, keys)
-            found = len(cached)
-            if self._host is not None:
-                found = self._host.match(sequence.sequence_id, keys, found)
+    def _place(self, sequence: EngineSequence) -> bool:
+        """A state slot if there are any, and pages for all tokens so far: cached ones for the longest known prefix,
+        new ones for the rest.
+        """
+        if self._rings is not None and not self._pool.free_states:
+            return False
+        cached, found = self._prefixes.match(sequence)
         missing = self.layout.pages_for(len(sequence.tokens)) - len(cached)
         # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
-        if missing > self._pool.available - sum(not s.prefill_only for s in self._running):
-            self._release_pages(sequence)
+        if missing and missing > self._pool.available - sum(not s.prefill_only for s in self._running):
+            self._prefixes.release(sequence.sequence_id)
             return False
         loaded = found - len(cached)
         sequence.pages = cached + self._new_pages(sequence, missing, loaded)
+        sequence.state_slot = self._new_slot(sequence)
+        sequence.placed = True
         sequence.indexed = len(cached)
-        sequence.computed = found * page_tokens
+        sequence.computed = found * self.layout.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-        if loaded and self._host is not None:
-            self._host.load(sequence.sequence_id, sequence.pages[len(cached) : found])
-            if sequence.prefill_only:
-                # Whoever pushes them need not wait until they are in the pool as well.
-                self._outputs.append(sequence.output())
+        self._prefixes.load(sequence, sequence.pages[len(cached) : found])
+        if loaded and sequence.prefill_only:
+            # Whoever pushes them need not wait until they are in the pool as well.
+            self._outputs.append(sequence.output())
         return True
 
     def _new_pages(self, sequence: EngineSequence, count: int, loaded: int = 0) -> list[int]:
         """`count` pages; the first `loaded` are about to be overwritten whole."""
         pages = self._pool.allocate(sequence.sequence_id, count)
+        if not pages:
+            return pages
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
         self._memory.index_fill_(0, torch.tensor(pages[loaded:], dtype=torch.int64), 0)
         return pages
 
     def _loaded(self) -> list[EngineSequence]:
-        """Who can run: sequences whose pages are not just being copied in. What came from the host is shared here."""
-        assert self._host is not None
-        ready: list[EngineSequence] = []
+        """Who can run: sequences that are not just being copied in. What came from the host is shared from here on."""
+        if not self._prefixes.loads:
+            return self._running
         for sequence in list(self._running):
-            if self._host.loading(sequence.sequence_id):
-                continue
-            if fault := self._host.fault(sequence.sequence_id):
+            if not self._prefixes.loading(sequence) and (fault := self._prefixes.fault(sequence)):
                 self._fail(sequence, f"pages of the host cache could not be copied: {fault}")
-                continue
-            self._index(sequence)
-            ready.append(sequence)
+        ready = [sequence for sequence in self._running if not self._prefixes.loading(sequence)]
+        for sequence in ready:
+            self._prefixes.index(sequence)
         return ready
+
+    def _new_slot(self, sequence: EngineSequence) -> int:
+        slot = self._pool.allocate_state(sequence.sequence_id)
+        if self._rings is not None:
+            self._rings[slot] = 0
+        return slot
 
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
@@ -308,50 +317,51 @@ class EmbeddedEngine:
         What is in quarantine comes back in a moment, or never: how long to wait for it is the caller's to say.
         """
         pool = self._pool
-        return not self._running and pool.owned == pool.shared == pool.quarantined == 0
+        held = pool.owned + pool.shared + pool.quarantined + pool.state_slots - pool.free_states
+        return not self._running and held == 0
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def _with_pages(self, turns: list[Turn]) -> list[Turn]:
         """The turns that have pages for their tokens, after growth and, where it must be, preemption."""
         for turn in turns:
-            while (sequence := self._sequences[turn.sequence_id]).pages:
+            while (sequence := self._sequences[turn.sequence_id]).placed:
                 missing = self.layout.pages_for(sequence.computed + turn.tokens) - len(sequence.pages)
                 try:
                     sequence.pages += self._new_pages(sequence, missing) if missing > 0 else []
                     break
                 except NoPages:
                     self._preempt_one()
-        return [turn for turn in turns if self._sequences[turn.sequence_id].pages]
+        return [turn for turn in turns if self._sequences[turn.sequence_id].placed]
 
     def _preempt_one(self) -> None:
         chosen = victim(
-            [(s.sequence_id, not s.prefill_only and not self._is_loading(s)) for s in self._running]
+            [(s.sequence_id, not s.prefill_only and not self._prefixes.loading(s)) for s in self._running]
         )
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._release_pages(sequence)
+        self._prefixes.release(chosen)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
     def _run(self, turns: list[Turn]) -> None:
         batch = [self._sequences[turn.sequence_id] for turn in turns]
-        counts = [turn.tokens for turn in turns]
+        counts = [self._prefixes.chunk(s, turn.tokens) for s, turn in zip(batch, turns, strict=True)]
         tokens: list[int] = []
         slices: list[Slice] = []
         wanted: list[int] = []
         sampled: list[EngineSequence] = []
         for sequence, count in zip(batch, counts, strict=True):
             tokens += sequence.tokens[sequence.computed : sequence.computed + count]
-            slices.append(Slice(sequence.pages, sequence.computed, count))
+            slices.append(Slice(sequence.pages, sequence.computed, count, sequence.state_slot))
             if count == sequence.remaining:
                 wanted.append(len(tokens) - 1)
                 sampled.append(sequence)
-        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted)
+        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted, self._rings)
         for sequence, count in zip(batch, counts, strict=True):
             sequence.computed += count
-            self._index(sequence)
+            self._prefixes.index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
         if sampled:
@@ -375,41 +385,13 @@ class EmbeddedEngine:
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
         self._outputs.append(sequence.output(finish_reason="abort", error=why))
-        if sequence.prefill_only and sequence.pages:
+        if sequence.prefill_only and sequence.placed:
             self._running.remove(sequence)
         else:
             self._drop(sequence)
-
-    def _index(self, sequence: EngineSequence) -> None:
-        """Offer pages that have become full to the prefix caches. They are never written again."""
-        full = sequence.computed // self.layout.page_tokens
-        if not self._caches(sequence) or full <= sequence.indexed:
-            return
-        keys = self._keys(sequence, full)
-        for page in range(sequence.indexed, full):
-            self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
-        sequence.indexed = full
-        if self._host is not None:
-            self._host.save(keys)
-
-    def _caches(self, sequence: EngineSequence) -> bool:
-        return self._prefix_cache and sequence.cache.use
-
-    def _keys(self, sequence: EngineSequence, full: int) -> list[bytes]:
-        first = namespace(self._fingerprint, salt=sequence.cache.salt)
-        return sequence.page_keys(first, self.layout.page_tokens, full)
-
-    def _is_loading(self, sequence: EngineSequence) -> bool:
-        return self._host is not None and self._host.loading(sequence.sequence_id)
-
-    def _release_pages(self, sequence: EngineSequence) -> None:
-        # In this order: what a copy is still writing into goes to the host cache's keeping first.
-        if self._host is not None:
-            self._host.let_go(sequence.sequence_id)
-        self._pool.release(sequence.sequence_id)
 
     def _drop(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence.sequence_id]
         if sequence in self._running:
             self._running.remove(sequence)
-        self._release_pages(sequence)
+        self._prefixes.release(sequence.sequence_id)

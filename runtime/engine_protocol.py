@@ -40,11 +40,14 @@ class SequenceState(NamedTuple):
 
     `host_pages`: those that stand in the host cache as well, and stay there until the sequence is released. They may
     be there before they are in the pool: whoever reads pages that were not computed in a step reads these.
+    `state_slot`: where the state of its sliding-window layers lies, or -1. Unlike pages it changes with every token
+    that is computed, so it is final only when the whole prompt is.
     """
 
     pages: list[int]
     computed: int
     cached_tokens: int
+    state_slot: int = -1
     host_pages: CachedPages | None = None
 
 

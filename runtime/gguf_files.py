@@ -26,6 +26,8 @@ __all__ = ["Progress", "convert_gguf"]
 Progress = Callable[[str, float], None]
 
 _SHARD_BYTES = 4 << 30
+# Architectures (by GGUF's names) whose tensors are those of transformers but for what _restored undoes.
+_ARCHITECTURES = ("gemma2", "gemma3", "llama", "qwen2", "qwen3")
 
 
 def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> None:
@@ -78,6 +80,11 @@ def _write_weights(file: Path, config: Any, folder: Path, progress: Progress | N
     if "rope_freqs.weight" in stored:
         raise ConfigError(f"{file}: its rotary scaling is not in the config; use the safetensors model")
     architecture = str(reader.get_field("general.architecture").contents())
+    if architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{file}: {architecture} is not converted from GGUF ({', '.join(_ARCHITECTURES)} are); "
+            "use the safetensors model"
+        )
     arch = next(a for a in MODEL_ARCH if a.name.lower() == architecture)
     names = get_tensor_name_map(arch, config.num_hidden_layers)
     config.tie_word_embeddings = "output.weight" not in stored
@@ -93,10 +100,7 @@ def _write_weights(file: Path, config: Any, folder: Path, progress: Progress | N
         source = stored.pop(names.get_name(name, try_suffixes=(".weight", ".bias")) or "", None)
         if source is None:
             raise ConfigError(f"{file}: tensor {name} is missing")
-        values = dequantize(source.data, source.tensor_type)
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            values = _rotary_halves(values, heads)
+        values = _restored(architecture, name, dequantize(source.data, source.tensor_type), config)
         if values.shape != shape:
             raise ConfigError(f"{file}: tensor {name} has shape {values.shape}, not {shape}")
         shards.add(name, torch.from_numpy(np.array(values)).to(dtype))
@@ -116,6 +120,17 @@ def _target_dtype(reader: Any) -> torch.dtype:
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
     return {"F32": torch.float32, "F16": torch.float16}.get(sizes.most_common(1)[0][0], torch.bfloat16)
+
+
+def _restored(architecture: str, name: str, values: npt.NDArray[Any], config: Any) -> npt.NDArray[Any]:
+    """The weight as transformers has it, from what GGUF keeps of it."""
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return _rotary_halves(values, heads)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        # GGUF adds the one that these norms add to their weights.
+        return values - 1
+    return values
 
 
 def _rotary_halves(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

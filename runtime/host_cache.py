@@ -97,7 +97,7 @@ class _Save(NamedTuple):
 
 
 class HostPrefixCache:
-    """Belongs to the engine's thread. `pool` and `memory` are the engine's, `slots` the host's.
+    """Belongs to the engine's thread. `pool` and `memory` are the engine's, `slots` the host's (None: no pages).
 
     With `states`, a hit ends where a state was stored.
     """
@@ -107,13 +107,14 @@ class HostPrefixCache:
         *,
         pool: PagePool,
         memory: Place,
-        slots: Slots,
+        slots: Slots | None,
         index: HostCacheIndex,
         copier: PageCopier,
         page_tokens: int,
         states: States | None = None,
     ) -> None:
         self.stateful = states is not None
+        self.state_interval = states.interval if states is not None else 1
         self._pool = pool
         self._memory = memory
         self._slots = slots
@@ -132,31 +133,44 @@ class HostPrefixCache:
     def match(self, sequence_id: str, keys: Sequence[bytes], have: int) -> int:
         """How many pages of `keys` the sequence has with our help; it holds `have` of them in the pool itself.
 
-        More than `have`: they are pinned for `sequence_id`, and `load` must follow, or `let_go`.
+        What we have is pinned for `sequence_id` from here to `let_go`. Of a model with state it may be less than
+        `have`, or nothing: there is no state at the end of more.
         """
         self._counters["lookups"] += 1
         hit = self.index.match(keys, with_state=self.stateful)
         if hit is None:
-            return have
+            return 0 if self.stateful else have
         count = len(hit.slots)
-        if count <= have:
+        if self.stateful:
+            have = min(have, count)
+        elif count <= have:
             self.index.release(hit)
             return have
-        slots = np.array(hit.slots[have:], dtype=np.uint32)
+        slots = np.array(hit.slots[have:] if self._slots is not None else [], dtype=np.uint32)
         self._loads[sequence_id] = _Load(sequence_id, hit, CachedPages(have, slots))
         return count
 
     def load(self, sequence_id: str, pages: Sequence[int], state_slot: int = -1) -> None:
-        """Copy what `match` found to `pages` of the pool (one for each page found, owned by the sequence)."""
-        load = self._loads[sequence_id]
+        """Copy what `match` found, if anything: to `pages` of the pool, which the sequence owns, and its state slot."""
+        load = self._loads.get(sequence_id)
+        if load is None:
+            return
         target = np.array(pages, dtype=np.uint32)
-        load.copies.append(self._load(self._slots, load.pages.slots, self._memory, target))
+        if self._slots is not None and len(target):
+            load.copies.append(self._load(self._slots, load.pages.slots, self._memory, target))
         if self._states is not None and load.hit.state >= 0:
             slots, memory, _ = self._states
             load.copies.append(self._load(slots, _one(load.hit.state), memory, _one(state_slot)))
         self._counters["hits"] += 1
         self._counters["loaded_pages"] += len(target)
-        self._counters["hit_tokens"] += len(target) * self._page_tokens
+        self._counters["hit_tokens"] += (
+            len(load.hit.slots) if self.stateful else len(target)
+        ) * self._page_tokens
+
+    @property
+    def loads(self) -> bool:
+        """Whether anything that `match` gave out has not been let go."""
+        return bool(self._loads)
 
     def loading(self, sequence_id: str) -> bool:
         """Whether the sequence must not run yet, because its pages are being copied."""
@@ -170,6 +184,7 @@ class HostPrefixCache:
 
     def spans(self, slots: _U32) -> Iterator[Span]:
         """Where `slots` lie, for whoever reads them without a copy."""
+        assert self._slots is not None
         return self._slots.spans(slots)
 
     def pages_of(self, sequence_id: str) -> CachedPages | None:
@@ -200,8 +215,9 @@ class HostPrefixCache:
         if fill is None:
             return
         owner = self._name("save")
-        pages = self._pool.match(owner, [keys[place] for place in fill.places])
-        if len(pages) < len(fill.places):
+        wanted = [keys[place] for place in fill.places] if self._slots is not None else []
+        pages = self._pool.match(owner, wanted)
+        if len(pages) < len(wanted):
             # Its pages are not in the pool (any more), so nothing behind them is of use either.
             self._pool.release(owner)
             self.index.abandon(fill)
@@ -217,7 +233,7 @@ class HostPrefixCache:
             copies.append(kept)
             nbytes += slots.unit_bytes
             self._counters["stored_states"] += 1
-        if pages:
+        if self._slots is not None and pages:
             source = self._memory.addresses(np.array(pages, dtype=np.uint32))
             target = self._slots.addresses(np.array(fill.slots, dtype=np.uint32))
             copies.append(self._copier.save(source, target, self._slots.unit_bytes))

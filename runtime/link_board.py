@@ -54,7 +54,7 @@ class LinkBoard:
             table.pop(key, None)
 
     def count(self, key: LinkKey, **amounts: float) -> None:
-        """Add to the counters of a link (pages, bytes, tickets, failures); not of one that is forgotten."""
+        """Add to the counters of a link (pages, states, bytes, tickets, failures); not of one that is forgotten."""
         if key not in self._reports:
             return
         counters = self._counters.setdefault(key, Counter())
@@ -75,7 +75,7 @@ class LinkBoard:
             return
         match event:
             case LinkUp(key, epoch, lane):
-                self._counters.setdefault(key, Counter(pages=0, bytes=0, tickets=0))
+                self._counters.setdefault(key, Counter(pages=0, states=0, bytes=0, tickets=0))
                 self._set(
                     LinkReport(
                         incarnation=key.incarnation,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers model code over our page pool: one flat batch in, logits of chosen tokens out.
+"""transformers model code over our pages and rings: one flat batch in, logits of chosen tokens out.
 
 The model's own forward runs unchanged; its attention arrives in `_paged_attention` through the attention-function
 registry, with this step's plan as an extra keyword. Matrix products are replaced by quicker ones with the same
@@ -9,6 +9,7 @@ meaning where this CPU needs it. A self-check at load compares the result with t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,15 +20,18 @@ from torch import nn
 
 from kvrail.kernels.attention import Slice, StepPlan
 from kvrail.kernels.linear import activation_dtype, swap_modules
+from kvrail.runtime.architectures import layer_windows, shrunk_window
 from kvrail.runtime.checkpoint import Checkpoint, Progress
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
-__all__ = ["PagedModel", "pool_tensor"]
+__all__ = ["PagedModel", "pool_tensor", "ring_tensor"]
 
 _log = logging.getLogger(__name__)
 _ATTENTION = "kvrail_paged"
 _CHECK_PAGE_TOKENS = 16
+# Shorter than the check's chunks, and than its prompts.
+_CHECK_WINDOW = 7
 # Root-mean-square difference of logits, relative to their spread, between our batch and the model by itself.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05}
 
@@ -41,18 +45,46 @@ def _paged_attention(
     *,
     scaling: float,
     plan: StepPlan,
+    places: Sequence[int],
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls in every layer: [1, heads, T, dim] → [1, T, heads, dim]."""
+    """The attention function that transformers calls in every layer: [1, heads, T, dim] → [1, T, heads, dim].
+
+    `places`: the place of each layer among those of its kind (full, or sliding-window).
+    """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return plan.attend(layer, query[0], key[0], value[0], scaling)[None], None
+    out = plan.attend(
+        places[layer],
+        query[0],
+        key[0],
+        value[0],
+        scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
+    return out[None], None
 
 
 def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
     """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over any writable buffer, without a copy."""
+    return _tensor(memory, (pages, *layout.shape), layout)
+
+
+def ring_tensor(memory: Any, slots: int, layout: PageLayout) -> torch.Tensor:
+    """State slots [slots, window_layers, 2, window, kv_heads, head_dim] over any writable buffer, without a copy."""
+    return _tensor(memory, (slots, *layout.ring_shape), layout)
+
+
+def _tensor(memory: Any, shape: tuple[int, ...], layout: PageLayout) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    count = pages * layout.page_bytes // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(pages, *layout.shape)
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 class PagedModel:
@@ -63,6 +95,9 @@ class PagedModel:
 
         AttentionInterface.register(_ATTENTION, _paged_attention)
         self.layout = layout
+        windows = layer_windows(model.config)
+        kinds = [window is None for window in windows]
+        self._places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
         self.vocab_size = int(model.config.vocab_size)
         self.max_model_len = int(model.config.max_position_embeddings)
         self._model: Any = model
@@ -95,22 +130,29 @@ class PagedModel:
             raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
         if progress:
             progress("checking the model", 0.8)
-        expected = _own_logits(model, _check_prompts(model))
-        paged = cls(model, layout)
-        paged._check(expected)
+        with shrunk_window(model, _CHECK_WINDOW):
+            expected = _own_logits(model, _check_prompts(model))
+            paged = cls(model, layout)
+            paged._check(expected)
         if progress:
             progress("ready", 1.0)
         return paged
 
     def forward(
-        self, pool: torch.Tensor, tokens: np.ndarray[Any, Any], slices: list[Slice], wanted: Sequence[int]
+        self,
+        pool: torch.Tensor,
+        tokens: np.ndarray[Any, Any],
+        slices: list[Slice],
+        wanted: Sequence[int],
+        rings: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute the new tokens of each slice into the pool; return logits [len(wanted), vocabulary], float32.
+        """Compute the new tokens of each slice into pages and rings; return logits [len(wanted), vocabulary], float32.
 
-        tokens [T] in the order of the slices; `wanted` are indices into them.
+        tokens [T] in the order of the slices; `wanted` are indices into them. `rings`: see ring_tensor; needed by
+        models with sliding-window layers.
         """
         with torch.inference_mode():
-            plan = StepPlan(pool, slices, self._activations)
+            plan = StepPlan(pool, slices, self._activations, rings)
             logits: torch.Tensor = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
                 position_ids=plan.positions[None],
@@ -118,26 +160,37 @@ class PagedModel:
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
                 plan=plan,
+                places=self._places,
             ).logits[0]
             return logits.float()
 
     def _check(self, expected: torch.Tensor) -> None:
         """Raise ConfigError unless a flat paged batch gives `expected`, the model's own logits.
 
-        Two random sequences in uneven chunks, side by side, over scattered pages; single tokens at the end.
+        Two random sequences in uneven chunks, side by side, over scattered pages; single tokens at the end. Windows are
+        shrunk, so that a chunk is longer than the window, and one begins behind it.
         """
         page_tokens = _CHECK_PAGE_TOKENS
         prompts = _check_prompts(self._model)
         tables = [[3, 1], [2]]
-        shape = msgspec.structs.replace(self.layout, page_tokens=page_tokens).shape
-        pool = torch.zeros(4, *shape, dtype=getattr(torch, self.layout.dtype))
+        window = min(self.layout.window, _CHECK_WINDOW)
+        small = msgspec.structs.replace(self.layout, page_tokens=page_tokens, window=window)
+        dtype = getattr(torch, self.layout.dtype)
+        pool = torch.zeros(4, *small.shape, dtype=dtype)
+        rings = torch.zeros(3, *small.ring_shape, dtype=dtype) if small.window_layers else None
         done = [0, 0]
         for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
             active = [i for i in range(2) if counts[i]]
             tokens = np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in active])
-            slices = [Slice(tables[i], done[i], counts[i]) for i in active]
+            slices = [Slice(tables[i], done[i], counts[i], 2 - i) for i in active]
             ends = np.cumsum([counts[i] for i in active]) - 1
-            found = self.forward(pool, tokens, slices, ends.tolist())
+            try:
+                found = self.forward(pool, tokens, slices, ends.tolist(), rings)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"self-check failed: the {self._model.config.model_type} model cannot be computed over pages "
+                    f"with this version of transformers: {error}"
+                ) from error
             done = [done[i] + counts[i] for i in range(2)]
         difference = float((found - expected).square().mean().sqrt() / expected.std().clamp_min(1e-6))
         if not difference <= _TOLERANCE[self.layout.dtype]:

@@ -21,7 +21,7 @@ from kvrail.runtime.errors import BadRequest, RuntimeFault
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
-from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.rank_stats import pool_gauges, rank_stats
 from kvrail.transfer.checksums import pack_checksums, page_checksums
 from kvrail.transfer.errors import LinkLost
 from kvrail.transfer.link_events import (
@@ -182,7 +182,14 @@ class Prefilling:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
-                self._sender.computed(now, ticket, output.computed, state.pages, cached=state.host_pages)
+                self._sender.computed(
+                    now,
+                    ticket,
+                    output.computed,
+                    state.pages,
+                    state_slot=state.state_slot,
+                    cached=state.host_pages,
+                )
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
@@ -259,8 +266,8 @@ class Prefilling:
             self._counters["pages_pushed_from_host"] += len(push.target)
         else:
             writer.push(push.pool, memory.address, push.source, push.target)
-        pages = len(push.target) if push.pool == PAGE_POOL else 0
-        self._board.count(LinkKey(*push.link), pages=pages, bytes=len(push.target) * memory.unit_bytes)
+        units = {"pages" if push.pool == PAGE_POOL else "states": len(push.target)}
+        self._board.count(LinkKey(*push.link), bytes=len(push.target) * memory.unit_bytes, **units)
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]
@@ -302,12 +309,9 @@ class Prefilling:
         gauges = pool_gauges(self._pool, self.engine) | self._sender.gauges()
         gauges["requests_open"] = len(self._calls)
         gauges["writers_open"] = len(self._writers)
-        counted = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
-        gauges, counters = dict(gauges), dict[str, float](counted)
-        if self._cache is not None:
-            gauges |= self._cache.gauges()
-            counters |= self._cache.counters()
-        return Stats(steps=steps, gauges=gauges, counters=counters, links=self._board.counters())
+        return rank_stats(
+            steps, gauges, self._counters, self._sender.counters, self._cache, self._board.counters()
+        )
 
 
 def _hand_off(call: _Call, output: StepOutput) -> HandOff:

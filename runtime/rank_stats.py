@@ -1,12 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gauges that every rank has: its pool and its engine."""
+"""What every rank reports: the gauges of its pool and its engine, and what its parts have counted."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvrail.runtime.engine_protocol import Engine
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.messages import Stats
 from kvrail.transfer.pages import PagePool
 
-__all__ = ["pool_gauges"]
+__all__ = ["pool_gauges", "rank_stats"]
+
+
+def rank_stats(
+    steps: int,
+    gauges: Mapping[str, float],
+    counters: Mapping[str, int],
+    ledger: Mapping[str, int],
+    cache: HostPrefixCache | None,
+    links: list[tuple[str, int, dict[str, float]]],
+) -> Stats:
+    """The report of a rank; what its ticket ledger and its host cache (None: it has none) have counted, too."""
+    named = {f"ticket_{name}": count for name, count in ledger.items()}
+    cached = (cache.gauges(), cache.counters()) if cache is not None else ({}, {})
+    return Stats(
+        steps=steps, gauges={**gauges, **cached[0]}, counters={**counters, **named, **cached[1]}, links=links
+    )
 
 
 def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
@@ -20,6 +40,7 @@ def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
         "pages_owned": pool.owned,
         "pages_quarantined": pool.quarantined,
         "pages_held": pool.owned + pool.shared + pool.quarantined,
+        "state_slots_capacity": pool.state_slots,
         "state_slots_free": pool.free_states,
         "sequences_running": load["running"],
         "sequences_waiting": load["waiting"],

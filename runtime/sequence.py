@@ -21,8 +21,9 @@ class EngineSequence:
     """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
 
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
-    of which the first `indexed` were offered to the prefix cache or came from it. `cache`: whether and under which
-    salt it takes part in prefix caching.
+    of which the first `indexed` were offered to the prefix cache or came from it. `state_slot` is where its rings lie
+    (-1: none). `placed`: it has all the memory that its tokens need (which may be no page at all). `cache`: whether
+    and under which salt it takes part in prefix caching.
     """
 
     __slots__ = (
@@ -34,10 +35,12 @@ class EngineSequence:
         "indexed",
         "keys",
         "pages",
+        "placed",
         "prefill_only",
         "prompt_tokens",
         "sampling",
         "sequence_id",
+        "state_slot",
         "tokens",
     )
 
@@ -60,7 +63,9 @@ class EngineSequence:
         self.sampling = sampling
         self.prefill_only = prefill_only
         self.cache = cache
+        self.placed = False
         self.pages: list[int] = []
+        self.state_slot = -1
         self.keys: list[bytes] = []
         self.indexed = 0
         self.computed = 0
@@ -75,7 +80,7 @@ class EngineSequence:
     @property
     def state(self) -> SequenceState:
         """The snapshot that the engine shows."""
-        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0)
+        return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0, self.state_slot)
 
     def page_keys(self, first: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
         """Keys of the first `full_pages` pages; `first` is the namespace."""
@@ -90,8 +95,9 @@ class EngineSequence:
         return self.keys[:full_pages]
 
     def restart(self) -> None:
-        """Its pages are gone: everything is to be computed again (nothing is emitted again)."""
-        self.pages, self.computed, self.indexed = [], 0, 0
+        """Its memory is gone: everything is to be computed again (nothing is emitted again)."""
+        self.placed, self.pages, self.state_slot = False, [], -1
+        self.computed, self.indexed = 0, 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the sequence ends with its last token."""

@@ -5,6 +5,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 # A child inherits what is ignored here, and then no test could stop it by ctrl-C or a hang-up.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-families", action="store_true", help="start a split of every model family, not of a few"
+    )

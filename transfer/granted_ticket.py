@@ -108,6 +108,11 @@ class PeerLink:
         """Pages of its tickets that only a fence, the peer's end or a late answer can free."""
         return sum(len(t.pages) for t in self.tickets.values() if t.state is CeState.UNPROVEN)
 
+    @property
+    def unproven_slots(self) -> int:
+        """State slots of the same tickets."""
+        return sum(t.state_slot >= 0 for t in self.tickets.values() if t.state is CeState.UNPROVEN)
+
 
 def ticket_gauges(tickets: Sequence[Ticket]) -> dict[str, int]:
     """Tickets and their pages by what they wait for."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where layer l of page p lies, and the fingerprint that two engines compare before a byte moves."""
+"""Where KV lies in pages and state slots, and the fingerprint that two engines compare before a byte moves."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from typing import Any
 
 import msgspec
 
@@ -11,15 +13,21 @@ from kvrail.transfer.errors import LayoutMismatch
 
 __all__ = ["PageLayout"]
 
+_PLACEHOLDER_BYTES = 64
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Geometry of a page-major pool: array [pages, layers, 2, page_tokens, kv_heads, head_dim], K before V.
 
-    A page holds `page_tokens` tokens of **all** full-attention layers, contiguous in memory. `state_bytes` is
-    the size of a sequence's state slot (0: the model has no such state). `model_id` names the weights: two
-    engines with different weights have different ids whatever their folders are called.
+    A page holds `page_tokens` tokens of **all** full-attention layers, contiguous in memory; `layers` counts those.
+    Where keys and values differ in width, `head_dim` is the wider one, and the narrower begins its rows.
+    `state_bytes` is the size of a sequence's state slot (0: the model has no such state). It is the ring of the
+    `window_layers` sliding-window layers: array [window_layers, 2, window, kv_heads, head_dim], contiguous, with
+    token t at place t mod `window`. `model_id` names the weights: two engines with different weights have different
+    ids whatever their folders are called.
+
+    A model without full-attention layers has no pages at all: `page_bytes` and `pages_for` are 0.
     """
 
     model_id: str
@@ -29,10 +37,19 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     page_tokens: int
     state_bytes: int = 0
+    window_layers: int = 0
+    window: int = 0
+
+    @classmethod
+    def with_rings(cls, *, window_layers: int, window: int, **fields: Any) -> PageLayout:
+        """A layout (of the other `fields`) whose state slots hold the rings of `window_layers` layers, nothing else."""
+        bare = cls(window_layers=window_layers, window=window if window_layers else 0, **fields)
+        nbytes = math.prod(bare.ring_shape) * _DTYPE_BYTES[bare.dtype]
+        return msgspec.structs.replace(bare, state_bytes=nbytes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV for one token, all layers."""
+        """Bytes of KV for one token, all full-attention layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
 
     @property
@@ -41,13 +58,26 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.token_bytes * self.page_tokens
 
     @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of the page pool: a page, or where there are none, a placeholder that no ticket names.
+
+        So every link has the same pools, whatever the model.
+        """
+        return self.page_bytes or _PLACEHOLDER_BYTES
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Shape of one page: [layers, 2, page_tokens, kv_heads, head_dim]."""
         return (self.layers, 2, self.page_tokens, self.kv_heads, self.head_dim)
 
+    @property
+    def ring_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one state slot: [window_layers, 2, window, kv_heads, head_dim]."""
+        return (self.window_layers, 2, self.window, self.kv_heads, self.head_dim)
+
     def pages_for(self, tokens: int) -> int:
         """How many pages hold `tokens` tokens."""
-        return -(-tokens // self.page_tokens)
+        return -(-tokens // self.page_tokens) if self.layers else 0
 
     @property
     def fingerprint(self) -> str:

@@ -155,7 +155,7 @@ class Listener:
 
 def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
     """The offered pools are those that the layout asks for, and each memfd is what it is said to be."""
-    expected = {PAGE_POOL: setup.layout.page_bytes, PROBE_POOL: setup.pools.probe.unit_bytes}
+    expected = {PAGE_POOL: setup.layout.unit_bytes, PROBE_POOL: setup.pools.probe.unit_bytes}
     if setup.layout.state_bytes:
         expected[STATE_POOL] = setup.layout.state_bytes
     offered = {entry.pool: entry.unit_bytes for entry in offer.pools}

@@ -239,7 +239,7 @@ def _call(name: str, *values: int | None) -> int:
 def _short(name: str, size: int, available: int) -> str:
     return (
         f"pool {name} needs {size >> 20} MiB of memory and the host has {available >> 20} MiB available: "
-        "take fewer pages (--kv-pages or --kv-memory-gb)"
+        "take fewer pages (--kv-pages or --kv-memory-gb) or state slots (--state-slots)"
     )
 
 

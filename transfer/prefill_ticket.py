@@ -107,7 +107,7 @@ class PrefillTicket:
         _, grant = self.told
         start, end = grant.token_start, grant.token_end
         self.computed = max(self.computed, min(tokens_done, end))
-        whole = max(0, self.computed - start) // layout.page_tokens
+        whole = max(0, self.computed - start) // layout.page_tokens if layout.layers else 0
         ready = len(self.targets) if self.computed >= end else whole
         first = start // layout.page_tokens
         source = np.array(pages[first + self.pushed : first + ready], dtype=np.uint32)

@@ -303,7 +303,10 @@ class Receiver:
         if known.held + count > share:
             raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
         slots = self._pool.state_slots
-        if slots and known.held_slots >= max(1, int(self._share * slots)):
+        slot_share = max(1, int(self._share * slots))
+        if slots and known.unproven_slots >= slot_share:
+            raise LinkLost(f"all {slot_share} state slots of the link's share are in quarantine, unproven")
+        if slots and known.held_slots >= slot_share:
             raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
         pages = self._pool.allocate(owner, count, keep_reserve=True)
         return pages, self._pool.allocate_state(owner)

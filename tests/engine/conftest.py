@@ -12,9 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kit.host_memory import host_cache_over
+from kit.tiny_families import FAMILIES, tiny_random_model
 from kvrail.kernels import linear
 from kvrail.runtime.checkpoint import Checkpoint, open_checkpoint
 from kvrail.runtime.embedded import EmbeddedEngine
@@ -24,38 +25,13 @@ from kvrail.runtime.model import PagedModel
 from kvrail.runtime.page_copier import PageCopier
 from kvrail.transfer.pages import PagePool
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 VOCABULARY = 997
 
 
-def tiny_config(kind: str, **changes: Any) -> Any:
-    """Two layers, four heads over two KV heads."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 640,
-        "tie_word_embeddings": kind == "llama",
-        "eos_token_id": [2, 3],
-        "initializer_range": 0.2,
-    }
-    if kind == "mistral":
-        settings["sliding_window"] = None
-    return AutoConfig.for_model(kind, **(settings | changes))
-
-
-def save_tiny(folder: Path, kind: str, **changes: Any) -> Path:
-    torch.manual_seed(FAMILIES.index(kind) if kind in FAMILIES else 9)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes))
-    # Biases and norms start as constants, which would hide mistakes in them.
-    for name, value in model.named_parameters():
-        if value.ndim == 1:
-            torch.nn.init.normal_(value, mean=float("norm" in name), std=0.2)
-    model.save_pretrained(folder)
+def save_tiny(folder: Path, name: str, **changes: Any) -> Path:
+    torch.manual_seed(list(FAMILIES).index(name))
+    changes = {"vocab_size": VOCABULARY, "eos_token_id": [2, 3], "bos_token_id": 1} | changes
+    tiny_random_model(name, **changes).save_pretrained(folder)
     return folder
 
 
@@ -66,18 +42,40 @@ class Rig:
         self,
         model: PagedModel,
         pages: int,
+        slots: int = 8,
         *,
         host_pages: int = 0,
+        host_states: int = 8,
+        state_interval: int = 1,
         copier: PageCopier | None = None,
         **options: Any,
     ) -> None:
         self.model = model
-        self.pool = PagePool(pages)
-        self.memory = bytearray(pages * model.layout.page_bytes)
-        self.host = (
-            host_cache_over(self.memory, model.layout, self.pool, host_pages, copier) if host_pages else None
+        layout = model.layout
+        slots = slots if layout.state_bytes else 0
+        self.pool = PagePool(pages if layout.layers else 0, slots)
+        self.memory = bytearray(self.pool.pages * layout.page_bytes)
+        self.state = bytearray(slots * layout.state_bytes)
+        self.host = None
+        if host_pages:
+            self.host = host_cache_over(
+                self.memory,
+                layout,
+                self.pool,
+                host_pages,
+                copier,
+                state=self.state if slots else None,
+                host_states=host_states,
+                state_interval=state_interval,
+            )
+        self.engine = EmbeddedEngine(
+            model,
+            self.pool,
+            self.memory,
+            state_memory=self.state if slots else None,
+            host_cache=self.host,
+            **options,
         )
-        self.engine = EmbeddedEngine(model, self.pool, self.memory, host_cache=self.host, **options)
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, StepOutput] = {}
         self.steps: list[list[StepOutput]] = []
@@ -115,6 +113,7 @@ class Rig:
         """Nothing is held once everything has ended."""
         self.pool.check()
         assert (self.pool.owned, self.pool.shared, self.pool.quarantined) == (0, 0, 0)
+        assert self.pool.free_states == self.pool.state_slots
         assert self.engine.load == {"running": 0, "waiting": 0, "waiting_tokens": 0}
         assert not self.engine.has_work
         if self.host is not None:
@@ -129,6 +128,7 @@ class Models:
         self.checkpoint = cache(self._checkpoint)
         self.load = cache(self._load)
         self.reference = cache(self._reference)
+        self._expected: dict[tuple[bytes, int, str], list[int]] = {}
 
     def _checkpoint(self, kind: str) -> Checkpoint:
         return open_checkpoint(str(save_tiny(self._root / kind, kind)))
@@ -141,7 +141,10 @@ class Models:
             return PagedModel.load(self.checkpoint(kind), dtype, page_tokens)
 
     def _reference(self, kind: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.checkpoint(kind).folder, dtype=torch.float32).eval()
+        # Eager: some versions of transformers leave Gemma 2's caps out of fused attention.
+        return AutoModelForCausalLM.from_pretrained(
+            self.checkpoint(kind).folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def rig(
         self,
@@ -156,6 +159,12 @@ class Models:
 
     def expected(self, prompt: Any, count: int, kind: str = "llama") -> list[int]:
         """Greedy tokens of transformers' own generate, with nothing that could end it early."""
+        key = (prompt.tobytes(), count, kind)
+        if key not in self._expected:
+            self._expected[key] = self._generate(prompt, count, kind)
+        return self._expected[key]
+
+    def _generate(self, prompt: Any, count: int, kind: str) -> list[int]:
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         out = self.reference(kind).generate(
             ids,

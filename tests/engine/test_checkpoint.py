@@ -6,17 +6,20 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from kit.tiny_families import WINDOW, tiny_random_model
 from kvrail.kernels.attention import StepPlan
 from kvrail.runtime import checkpoint
 from kvrail.runtime.checkpoint import cache_dir, load_tokenizer, open_checkpoint, resolve_model
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.gguf_files import convert_gguf
 from kvrail.runtime.model import PagedModel
+from kvrail.transfer.errors import LayoutMismatch
 
 
 def _write_gguf(path, model, *, quantize=None, extra=None):
@@ -161,11 +164,27 @@ def test_what_is_not_a_model(tmp_path, models, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
-        ("llama", {"model_type": "gemma2"}, "model type 'gemma2' is not supported"),
-        ("mistral", {"sliding_window": 64}, "sliding-window attention"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
+        ("llama", {"model_type": "llama4_text"}, "model type 'llama4_text' is not supported"),
+        ("llama", {"model_type": "qwen3_next"}, "model type 'qwen3_next' is not supported"),
+        ("gemma3", {"model_type": "gemma3"}, "model type 'gemma3' is not supported"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layers of type chunked_attention",
+        ),
+        ("gemma3", {"use_bidirectional_attention": True}, "later tokens"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "dynamic",
+        ),
     ],
 )
 def test_refused_by_name(models, tmp_path, kind, change, match) -> None:
@@ -194,17 +213,44 @@ def test_layout(models) -> None:
     layout = models.checkpoint("qwen3").layout("bfloat16", 32)
     assert layout.shape == (2, 2, 32, 2, 16)
     assert layout.dtype == "bfloat16"
+    assert (layout.state_bytes, layout.window, layout.window_layers) == (0, 0, 0)
     assert models.checkpoint("llama").eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "full", "windowed", "kv_heads", "head_dim"),
+    [
+        ("mistral", 2, 0, 2, 16),
+        ("mistral-window", 0, 2, 2, 16),
+        ("qwen2-window", 1, 1, 2, 16),
+        ("gpt_oss", 1, 2, 2, 16),
+        # Latent attention expanded: as many KV heads as heads, as wide as the wider of K and V.
+        ("deepseek_v3", 2, 0, 4, 24),
+    ],
+)
+def test_full_layers_in_pages_windowed_ones_in_the_slot(
+    models, kind, full, windowed, kv_heads, head_dim
+) -> None:
+    layout = models.checkpoint(kind).layout("float32", 16)
+    assert layout.shape == (full, 2, 16, kv_heads, head_dim)
+    assert layout.page_bytes == full * 2 * 16 * kv_heads * head_dim * 4
+    assert layout.ring_shape == (windowed, 2, WINDOW if windowed else 0, kv_heads, head_dim)
+    assert layout.state_bytes == windowed * 2 * WINDOW * kv_heads * head_dim * 4
+    other = msgspec.structs.replace(layout, window=layout.window + 1, state_bytes=layout.state_bytes + 8)
+    assert other.fingerprint != layout.fingerprint
+    with pytest.raises(LayoutMismatch) as found:
+        layout.require_equal(other)
+    assert set(found.value.fields) == {"window", "state_bytes"}
 
 
 def test_self_check_refuses_wrong_attention(models, monkeypatch) -> None:
     right = StepPlan.attend
 
-    def wrong(self, layer, query, key, value, scaling):
-        return right(self, layer, query, key, value, scaling * 1.1)
+    def wrong(self, layer, query, key, value, scaling, **more):
+        return right(self, layer, query, key, value, scaling * 1.1, **more)
 
     monkeypatch.setattr(StepPlan, "attend", wrong)
-    with pytest.raises(ConfigError, match="self-check failed: the llama model"):
+    with pytest.raises(ConfigError, match="self-check failed: the llama model over pages differs"):
         PagedModel.load(models.checkpoint("llama"), "float32", 16)
 
 
@@ -214,3 +260,64 @@ def test_weights_that_do_not_load(models, tmp_path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(100))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         PagedModel.load(checkpoint.open_checkpoint(str(folder)), "float32", 16)
+
+
+def _write_gemma_gguf(path, model, architecture: str = "gemma3"):
+    """A tiny gemma3 as GGUF: one added to the weights of norms, a SentencePiece vocabulary."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    words = ["<pad>", "<eos>", "<bos>", "<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    words += [f"▁w{n}" for n in range(config.vocab_size - len(words))]
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(n) for n in range(len(words))])
+    writer.add_token_types([3] * 3 + [2] + [6] * 256 + [1] * (len(words) - 260))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            values = tensor.numpy() + float(name.endswith("norm.weight"))
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_of_a_family_with_windows(tmp_path) -> None:
+    torch.manual_seed(4)
+    settings = {"vocab_size": 400, "eos_token_id": 1, "tie_word_embeddings": True, "hidden_size": 64}
+    model = tiny_random_model("gemma3", **settings)
+    _write_gemma_gguf(tmp_path / "tiny.gguf", model)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(
+        torch.allclose(tensor, found[name], atol=1e-6)
+        for name, tensor in model.state_dict().items()
+        if name in found
+    )
+    opened = open_checkpoint(str(tmp_path / "out"))
+    assert (opened.config.model_type, opened.config.sliding_window) == ("gemma3_text", WINDOW)
+    assert opened.layout("float32", 16).window == WINDOW
+    PagedModel.load(opened, "auto", 16)
+
+
+def test_gguf_of_a_family_whose_tensors_are_stored_in_another_way(tmp_path) -> None:
+    model = tiny_random_model("gemma3", vocab_size=400, eos_token_id=1, hidden_size=64)
+    _write_gemma_gguf(tmp_path / "tiny.gguf", model, "gpt-oss")
+    with pytest.raises(ConfigError, match="gpt-oss"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")

@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+from kit.tiny_families import FAMILIES, WINDOWED
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("page_tokens", [16, 128])
 @pytest.mark.parametrize("budget", [2048, 24])
 def test_alone_and_together(models, prompt, greedy, kind, page_tokens, budget) -> None:
-    lengths = (1, 15, 16, 17, 40, 129)
+    lengths = (1, 15, 16, 17, 31, 32, 33, 40, 129, 200) if kind in WINDOWED else (1, 15, 16, 17, 40, 129)
     prompts = [prompt(length) for length in lengths]
-    rig = models.rig(kind, page_tokens, max_num_batched_tokens=budget)
+    rig = models.rig(kind, page_tokens, max_num_batched_tokens=budget, slots=len(lengths))
     expected = [models.expected(one, 20, kind) for one in prompts]
     assert rig.generate(prompts, greedy(20)) == expected
     assert {output.finish_reason for output in rig.finished.values()} == {"length"}

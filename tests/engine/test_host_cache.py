@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kit.host_memory import SlowCopier
+from kit.tiny_families import FAMILIES, WINDOWED
 from kvrail.runtime.messages import CacheUse
 
 
@@ -20,7 +21,7 @@ def last(rig):
     return list(rig.finished.values())[-1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", [name for name in FAMILIES if name not in WINDOWED])
 def test_a_hit_of_the_host_equals_uncached(models, prompt, greedy, kind) -> None:
     rig = models.rig(kind, host_pages=40, max_num_batched_tokens=32)
     first = prompt(70)
@@ -182,4 +183,68 @@ def test_flush_keeps_what_is_in_use(models, prompt, greedy) -> None:
     rig.engine.release("p")
     assert rig.engine.flush_cache() == (3, 3)
     assert rig.host.index.used == 0
+    rig.assert_idle()
+
+
+# --- models with sliding windows: a hit ends where a state was kept ------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_hit_with_a_state_equals_uncached(models, prompt, greedy, kind) -> None:
+    """Well beyond the window of 32; hits come from the host, and from pages of the pool with the host's state."""
+    rig = models.rig(kind, host_pages=60, max_num_batched_tokens=48)
+    first = prompt(150)
+    longer = np.concatenate([first, prompt(9, 1)])
+    other = np.concatenate([first[:100], prompt(60, 2)])
+    hits = []
+    for flush, one in ((1, first), (1, first), (0, longer), (1, other), (0, other)):
+        assert rig.generate([one], greedy(8)) == [models.expected(one, 8, kind)]
+        hits.append(last(rig).cached_tokens)
+        rig.assert_idle()
+        if flush:
+            flushed(rig)
+    assert hits == [0, 144, 144, 96, 144]
+
+
+def test_states_are_kept_at_intervals_and_at_the_end(models, prompt, greedy) -> None:
+    rig = models.rig("gemma3", host_pages=60, state_interval=3, max_num_batched_tokens=500)
+    first = prompt(150)
+    rig.generate([first], greedy(2))
+    assert rig.host.counters()["hicache_stored_states"] == 3  # at 48, 96 and 144
+    flushed(rig)
+    for tokens, hit in ((60, 48), (100, 96), (143, 96), (145, 144)):
+        one = np.concatenate([first[:tokens], prompt(20, 3)])
+        assert rig.generate([one], greedy(4)) == [models.expected(one, 4, "gemma3")]
+        assert last(rig).cached_tokens == hit
+
+
+def test_windows_under_eviction_pressure(models, prompt, greedy) -> None:
+    """Few pages, fewer states, four prompts at a time that share beginnings."""
+    rig = models.rig(
+        "olmo3", pages=40, host_pages=20, host_states=3, state_interval=2, slots=4, max_num_batched_tokens=60
+    )
+    random = np.random.default_rng(5)
+    roots = [prompt(150, seed) for seed in range(3)]
+    for _ in range(10):
+        prompts = []
+        for _ in range(int(random.integers(1, 4))):
+            root = roots[int(random.integers(3))][: int(random.integers(1, 150))]
+            prompts.append(
+                np.concatenate([root, prompt(int(random.integers(1, 20)), int(random.integers(99)))])
+            )
+        assert rig.generate(prompts, greedy(4)) == [models.expected(one, 4, "olmo3") for one in prompts]
+        rig.assert_idle()
+        if random.random() < 0.5:
+            flushed(rig)
+    counters = rig.host.counters()
+    assert counters["hicache_hit_tokens"] > 0
+    assert counters["hicache_evicted_states"] > 0
+
+
+def test_a_model_with_windows_and_no_host_cache_computes_all(models, prompt, greedy) -> None:
+    rig = models.rig("gemma2")
+    one = prompt(100)
+    for _ in range(2):
+        assert rig.generate([one], greedy(4)) == [models.expected(one, 4, "gemma2")]
+        assert last(rig).cached_tokens == 0
     rig.assert_idle()

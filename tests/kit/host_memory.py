@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrail.runtime.host_cache import EngineMemory, HostPrefixCache
+from kvrail.runtime.host_cache import EngineMemory, HostPrefixCache, States
 from kvrail.runtime.host_cache_index import HostCacheIndex
 from kvrail.runtime.page_copier import PageCopier, ThreadCopier
 from kvrail.transfer.chunked_pool import Span
@@ -79,14 +79,23 @@ def host_cache_over(
     pool: PagePool,
     pages: int,
     copier: PageCopier | None = None,
+    *,
+    state: bytearray | None = None,
+    host_states: int = 8,
+    state_interval: int = 1,
 ) -> HostPrefixCache:
-    """A cache of `pages` pages for an engine over `memory`."""
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    """A cache of `pages` pages, and of `host_states` states if there are any, for an engine over `memory`."""
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if memory else 0
+    states = None
+    if state is not None:
+        rings = EngineMemory(ctypes.addressof(ctypes.c_ubyte.from_buffer(state)), layout.state_bytes)
+        states = States(ArraySlots(host_states, layout.state_bytes), rings, state_interval)
     return HostPrefixCache(
         pool=pool,
         memory=EngineMemory(address, layout.page_bytes),
-        slots=ArraySlots(pages, layout.page_bytes),
-        index=HostCacheIndex(pages),
+        slots=ArraySlots(pages, layout.page_bytes) if memory else None,
+        index=HostCacheIndex(pages, host_states if states else 0),
         copier=copier or ThreadCopier(),
         page_tokens=layout.page_tokens,
+        states=states,
     )

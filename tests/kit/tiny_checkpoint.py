@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from kit.tiny_families import tiny_random_model
 from kit.tiny_model import CHATML, byte_level_tokenizer
 
 __all__ = ["MAX_LENGTH", "VOCABULARY", "first_tokens", "tiny_checkpoint", "write_eos"]
@@ -21,27 +21,21 @@ VOCABULARY = 2048
 MAX_LENGTH = 640
 
 
-def tiny_checkpoint(folder: Path, kind: str, *, seed: int = 1, eos: Sequence[int] = (2,)) -> Path:
-    """Two layers, four heads over two KV heads, fp32; the same weights for the same arguments. Returns `folder`."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": MAX_LENGTH,
-        # Not tied: a tied random model says its last token again and again, whatever lies in its KV cache.
-        "tie_word_embeddings": False,
-        "eos_token_id": list(eos),
-        # Sharp enough that attention, and so every page of KV, decides about the next token.
-        "initializer_range": 0.3,
-    }
-    if kind == "mistral":
-        settings["sliding_window"] = None
+def tiny_checkpoint(folder: Path, family: str, *, seed: int = 1, eos: Sequence[int] = (2,)) -> Path:
+    """A tiny model of a family (a name in tiny_families), fp32, in `folder`. Equal arguments give equal weights."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    model = tiny_random_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        max_position_embeddings=MAX_LENGTH,
+        # Not tied: a tied random model says its last token again and again, whatever lies in its KV cache.
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=list(eos),
+        # Sharp enough that attention, and so every page of KV, decides about the next token.
+        initializer_range=0.3,
+    )
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
     names = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHATML}

@@ -158,8 +158,8 @@ class TestTheCheckCanFail:
     def test_equal_but_over_another_lane(self, cluster: Cluster) -> None:
         status, said = self.run(cluster.single("shm"), cluster.split("shm").ce, "--expect-lane", "put/tcp")
         assert status == 1, said
-        assert "4 compared, 0 different, 0 not remote, 0 pages over lane put/tcp" in said
-        assert "no page received over lane put/tcp" in said
+        assert "4 compared, 0 different, 0 not remote, 0 pages and states over lane put/tcp" in said
+        assert "no page or state received over lane put/tcp" in said
 
     def test_bfloat16_tolerates_differences_only(self, cluster: Cluster, stranger: Server) -> None:
         status, said = self.run(stranger, cluster.split("shm").ce, "--dtype", "bfloat16")

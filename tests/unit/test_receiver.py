@@ -498,6 +498,36 @@ def test_the_reserve_for_growth_and_the_last_state_slot_are_kept() -> None:
     assert bench.pool.owned == 2, "nothing stays behind of a grant that failed"
 
 
+def test_slots_that_nobody_can_prove_quiet_send_requests_elsewhere() -> None:
+    bench = Bench("process", slots=4, link_share=0.5)
+    tickets = [bench.grant(4), bench.grant(4)]
+    with pytest.raises(ShareUsed, match="2 of 4 state slots"):
+        bench.ledger.grant(0, "r", PE, 4)
+    for ticket in tickets:
+        bench.ledger.cancel(1, ticket, "left")
+        bench.say(quiesced(ticket, proven=False))
+    bench.take(Send)
+    # Pages of the share are left, and waiting for a slot would be in vain.
+    with pytest.raises(LinkLost, match="2 state slots"):
+        bench.ledger.grant(2, "r", PE, 4)
+    bench.say(quiesced(tickets[0]))
+    assert bench.pool.free_states == 3
+    bench.grant(4)
+
+
+def test_a_ticket_without_pages_holds_its_slot_until_proof() -> None:
+    bench = Bench("process", slots=4)
+    shared(bench, [b"0", b"1"])
+    ticket = bench.ledger.grant(0, "r", PE, 8, keys=[b"0", b"1"])
+    bench.take(Send)
+    bench.ledger.cancel(1, ticket.id, "left")
+    bench.take(Send)
+    bench.say(quiesced(ticket.id, proven=False))
+    assert bench.pool.quarantined_state_of(ticket.owner) == ticket.state_slot
+    bench.say(quiesced(ticket.id))
+    assert bench.pool.free_states == 4
+
+
 # --- time -------------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,30 @@ def test_checksums_cover_every_page_in_grant_order_and_the_state() -> None:
     assert ring.bell.pushed_bytes == 3 * STATEFUL.page_bytes + 8
 
 
+def test_a_model_without_pages_pushes_its_state_once_at_the_end() -> None:
+    layout = PageLayout.with_rings(
+        model_id="m",
+        layers=0,
+        kv_heads=1,
+        head_dim=1,
+        dtype="float32",
+        page_tokens=4,
+        window_layers=1,
+        window=3,
+    )
+    assert (layout.page_bytes, layout.state_bytes) == (0, 24)
+    bench = Bench(layout).started(pages=b"", state_slot=2, verify=True)
+    # The ring changes with every chunk: until the last one nothing of it may go out.
+    bench.ledger.computed(1, T, 4, [], state_slot=1)
+    bench.ledger.computed(1, T, 9, [], state_slot=1)
+    bench.take()
+    bench.ledger.computed(1, T, 10, [], state_slot=1)
+    bench.ledger.first_token(1, T, TOKEN)
+    _, push, _, ring = bench.take(OpenWriter, Push, Send, Ring)
+    assert (push.pool, push.source.tolist(), push.target.tolist()) == (1, [1], [2])
+    assert (ring.pages.tolist(), ring.state_slot, ring.bell.pushed_bytes) == ([], 1, 24)
+
+
 def test_a_first_token_that_finishes_drops_the_rest() -> None:
     bench = Bench().pushing()
     bench.ledger.first_token(1, T, HandOff(first_token=2, seed=1, next_position=10, finish_reason="stop"))
