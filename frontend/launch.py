@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvrail.frontend.server import listening_socket, serve
+from kvrail.frontend.tls import check_certificate, client_trust
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
@@ -38,6 +39,8 @@ def launch_role(config: LaunchConfig) -> int:
     if config.role == "ce" and not config.pe_url:
         _log.warning("no --pe-url: this engine prefills every prompt by itself")
     token = load_cluster_token(config)
+    check_certificate(config)
+    client_trust(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
     found = _with_model_folder(config)

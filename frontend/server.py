@@ -25,6 +25,7 @@ from kvrail.frontend.prefill_routes import PrefillDesk
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.routes import openai_routes
 from kvrail.frontend.status_routes import status_routes
+from kvrail.frontend.tls import client_trust
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
@@ -124,6 +125,8 @@ class HttpServer(uvicorn.Server):
                 # Longer than the other side keeps idle connections, so that no call meets a closing one.
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=_LAST_NET_S,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             )
         )
         self._application = application
@@ -186,6 +189,7 @@ async def serve(
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
                     trust_env=False,
+                    verify=client_trust(config),
                     limits=httpx.Limits(
                         max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0
                     ),
@@ -196,7 +200,8 @@ async def serve(
             )
             server = HttpServer(config, application, ranks)
             host, port = listener.getsockname()[:2]
-            _log.info("%s %s listens on http://%s:%d", config.role, config.model_name, host, port)
+            scheme = "http" if config.ssl_certfile is None else "https"
+            _log.info("%s %s listens on %s://%s:%d", config.role, config.model_name, scheme, host, port)
             stopper = asyncio.create_task(_stop_when(stop, server)) if stop is not None else None
             try:
                 await server.serve(sockets=[listener])

@@ -110,6 +110,11 @@ class LaunchConfig:
     copy_threads: int = _setting(1, "threads that copy for lane shm")
     token_file: str | None = _setting(None, "file with the cluster token; required off loopback")
     api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
+    ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
+    ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")
+    ssl_ca_certs: str | None = _setting(
+        None, "ce: certificates (PEM) that an https --pe-url must lead to (default: those of the system)"
+    )
     runtime_dir: str | None = _setting(
         None, "folder for sockets and the token (default: a private one per user)"
     )
@@ -184,6 +189,10 @@ class LaunchConfig:
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
             "--local-prefill never needs at least one --pe-url",
+        )
+        _require(
+            (self.ssl_certfile is None) == (self.ssl_keyfile is None),
+            "--ssl-certfile and --ssl-keyfile go together",
         )
         for flag, host in (("--host", self.host), ("--kv-host", self.kv_host)):
             _require(

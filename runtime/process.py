@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import shutil
@@ -56,7 +57,7 @@ class RankProcesses:
     def __init__(self, config: LaunchConfig, token: bytes) -> None:
         self._config = config
         self._token = token
-        self.directory = _private_directory(config)
+        self.directory, self._lock = _private_directory(config)
         self.endpoints = [f"ipc://{self.directory}/front{rank}.ipc" for rank in range(config.dp)]
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -109,10 +110,17 @@ class RankProcesses:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
-def _private_directory(config: LaunchConfig) -> Path:
-    """A fresh folder for this role under the runtime folder, both of mode 0700; clears those of dead roles."""
+def _private_directory(config: LaunchConfig) -> tuple[Path, int]:
+    """A fresh folder for this role under the runtime folder, both of mode 0700, and the fd that holds its lock.
+
+    Clears the folders that nobody holds: their roles are dead. (Process numbers would not tell: a role in another
+    container may share the runtime folder, and none of its numbers.)
+    """
     base = config.resolved_runtime_dir()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,13 +129,35 @@ def _private_directory(config: LaunchConfig) -> Path:
         raise ConfigError(f"--runtime-dir {base} cannot be used: {error}") from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{base} must belong to this user with mode 0700: repair it, or give --runtime-dir")
-    for old in base.glob("*.run"):
-        pid = int(old.name.split("-")[1]) if old.name.count("-") >= 2 else 0
-        if pid and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(old, ignore_errors=True)
     directory = base / f"{config.role}-{os.getpid()}-{secrets.token_hex(3)}.run"
     # Said now, and not when a model has been loaded.
     if len(os.fsencode(directory)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
         raise ConfigError(f"{base} is too long for the paths of Unix sockets: give a shorter --runtime-dir")
-    directory.mkdir(mode=0o700)
-    return directory
+    turn = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # One role at a time: no other may find our folder before it is locked.
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for old in base.glob("*.run"):
+            if (lock := _lock(old)) is not None:
+                shutil.rmtree(old, ignore_errors=True)
+                os.close(lock)
+        directory.mkdir(mode=0o700)
+        held = _lock(directory)
+    finally:
+        os.close(turn)
+    assert held is not None
+    return directory, held
+
+
+def _lock(directory: Path) -> int | None:
+    """An fd that holds the lock of a role's folder until it is closed, or None when another process has it."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None  # Gone in the meantime, or not ours.
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
