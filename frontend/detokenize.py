@@ -9,8 +9,10 @@ with byte fallback (`▁` is a space, `<0xE2>` is a byte).
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -31,6 +33,23 @@ class TokenBytes:
         self._byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
         self._bytes_of_char = {char: byte for byte, char in _byte_alphabet().items()}
         self._added = tokenizer.get_added_tokens_decoder()
+
+    def showing(self, markers: Collection[str]) -> TokenBytes:
+        """The same, but special tokens that a marker begins with or stands in are text."""
+        shown = {
+            token: str(added.content).encode()
+            for token, added in self._added.items()
+            if added.special and any(str(added.content) in marker for marker in markers)
+        }
+        if not shown:
+            return self
+        other = copy.copy(self)
+        other._known = {**self._known, **shown}
+        return other
+
+    def showing_all(self) -> TokenBytes:
+        """The same, but every special token is text."""
+        return self.showing([str(added.content) for added in self._added.values()])
 
     def of(self, token: int) -> bytes:
         """The bytes of `token`; none for special tokens and for ids that the vocabulary lacks."""

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -28,7 +28,7 @@ from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.prefix_directory import PrefixDirectory
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
-from kvrail.runtime.errors import EngineFailed, RuntimeFault, fault_of
+from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
 from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
@@ -46,7 +46,8 @@ _CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 class Job:
     """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
 
-    `route` is where its prompt was prefilled, by the newest output.
+    `route` is where its prompt was prefilled, by the newest output. `drop_choice` ends one of its answers while the
+    others go on. `deadline`: the moment (time.monotonic()) from which nobody waits for it any more.
     """
 
     request_id: str
@@ -57,9 +58,17 @@ class Job:
     cache: CacheUse = CACHE_USED
     outcome: str = ""
     route: str = ""
+    drop_choice: Callable[[int], None] = lambda choice: None
     started: float = field(default_factory=time.monotonic)
     # Names of the prompt's pages, for routing by prefix; empty with other policies.
     page_keys: list[bytes] = field(default_factory=list)
+    deadline: float | None = None
+
+    @property
+    def end(self) -> str:
+        """Why it ended before its last output; "" when the client left."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.outcome or ("timeout" if late else "")
 
 
 class Dispatcher:
@@ -100,9 +109,15 @@ class Dispatcher:
             first = namespace("", salt=job.cache.salt)
             extend_keys(job.page_keys, first, np.array(job.tokens, dtype=np.uint32), self._config.page_tokens)
         try:
+            if job.sampling.prompt_logprobs is not None and self._local_prefill == "never":
+                raise BadRequest(
+                    "echo: log-probabilities of a prompt come only from a local prefill, and --local-prefill is never",
+                    param="echo",
+                )
             place = await self._admission.enter(lambda: self._choose(job))
             try:
                 # Closed here and now, not when the garbage collector comes by: closing tells the rank.
+                note.placed()
                 async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
                         if not note.began:
@@ -136,6 +151,7 @@ class Dispatcher:
         with rank.submit(submit) as request:
             # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
             request.on_end = place.leave
+            job.drop_choice = lambda choice: request.abort_choice(choice, "ended by a stop string")
             try:
                 async for event in request:
                     match event:
@@ -153,7 +169,11 @@ class Dispatcher:
                 if call is not None and peer is not None and not request.ended:
                     call.cancel()
                     self._spawn(self._cancel_prefill(job, peer))
-                request.abort(job.outcome or "cancelled by the client")
+                request.abort(job.end or "cancelled by the client")
+
+    @property
+    def _local_prefill(self) -> Literal["auto", "never", "always"]:
+        return self._config.local_prefill if self._peers else "always"
 
     def _learn(self, job: Job, route: Route, output: Output) -> None:
         """The first output says who has the prompt now, and how much of it the prefill rank had before."""
@@ -188,7 +208,8 @@ class Dispatcher:
             peers=[view._replace(held=held.get(view.key, 0)) for view in self._peers.views]
             if self._peers
             else (),
-            local_prefill=self._config.local_prefill if self._peers else "always",
+            # The logits of a whole prompt do not travel: where they are wanted, it is prefilled here.
+            local_prefill="always" if job.sampling.prompt_logprobs is not None else self._local_prefill,
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
         )
 
@@ -229,7 +250,7 @@ class Dispatcher:
             request_id=job.request_id,
             incarnation=incarnation,
             rank=number,
-            reason=job.outcome or "cancelled by the client",
+            reason=job.end or "cancelled by the client",
         )
         self._metrics.cancel_calls.inc()
         try:
@@ -268,8 +289,14 @@ class _Note:
         self._route = "none"
         self._tokens = 0
         self._cached = 0
+        self._placed_s: float | None = None
         self._first_s: float | None = None
-        self._last = 0.0
+        # When each choice was heard of last.
+        self._last: dict[int, float] = {}
+
+    def placed(self) -> None:
+        """A rank has a place for it."""
+        self._placed_s = time.monotonic() - self._job.started
 
     @property
     def began(self) -> bool:
@@ -280,24 +307,36 @@ class _Note:
         now = time.monotonic()
         count = len(output.tokens) // 4
         self._route = output.route
+        if output.prompt_logprobs:
+            return
         if self._first_s is None:
             self._first_s = now - self._job.started
             metrics.first_token.labels(output.route).observe(self._first_s)
-        elif count:
-            metrics.between_tokens.observe((now - self._last) / count)
-        self._last = now
+        elif count and output.choice in self._last:
+            since = now - self._last[output.choice]
+            if output.route == "remote" and self._tokens == self._job.sampling.n:
+                metrics.handover.observe(since)
+            metrics.between_tokens.observe(since / count)
+        self._last[output.choice] = now
         self._tokens += count
         self._cached = output.cached_tokens
-        if output.finish_reason is not None:
-            self.outcome = output.finish_reason
 
     def end(self, metrics: FrontMetrics) -> None:
         job = self._job
-        outcome = self.outcome or job.outcome or "cancelled"
+        outcome = self.outcome or job.end or "cancelled"
         metrics.requests.labels(job.api, self._route, outcome).inc()
         if self._first_s is not None:
             metrics.prompt_tokens.inc(len(job.tokens))
             metrics.completion_tokens.inc(self._tokens)
+            metrics.cached_tokens.inc(self._cached)
+            metrics.whole.prompt.observe(len(job.tokens))
+            metrics.whole.generation.observe(self._tokens)
+            metrics.whole.end_to_end.observe(time.monotonic() - job.started)
+            metrics.whole.decoding.observe(max(self._last.values()) - job.started - self._first_s)
+        if self._placed_s is not None:
+            metrics.whole.queued.observe(self._placed_s)
+        if outcome in ("stop", "length"):
+            metrics.whole.succeeded(outcome)
         _log.info(
             "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
             job.request_id,

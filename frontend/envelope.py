@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import math
+import re
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import Cancelled, RuntimeFault, TooLong
 
 __all__ = [
@@ -29,8 +34,11 @@ __all__ = [
     "until_disconnect",
 ]
 
-# Room for a prompt of some million tokens; no honest request is longer.
-BODY_LIMIT = 32 * 2**20
+_access = logging.getLogger("kvrail.access")
+# What a client's own request id may look like; others are ignored, as the id goes into logs and headers.
+_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# Asked all the time by machines: they are worth a line only when they fail.
+_WATCHED = ("/health", "/ready", "/metrics", "/lanes", "/favicon.ico")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -111,7 +119,10 @@ def install_error_bodies(app: FastAPI) -> None:
         first = error.errors()[0]
         param = _field(first["loc"]) if first["type"] != "json_invalid" else ""
         reason = _REASONS.get(first["type"], first["msg"].removeprefix("Value error, "))
-        if param:
+        if first["type"] == "value_error" and len(first["loc"]) == 1:
+            # Of fields that contradict each other; the text names the field that is to change.
+            message, param = reason, reason.partition(":")[0]
+        elif param:
             message = f"{param}: {reason}"
         elif len(first["loc"]) == 1 and first["type"] != "json_invalid":
             message = "the body must be a JSON object"
@@ -176,30 +187,72 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 
 
 class Envelope:
-    """Around an application, outermost: gives each request its id and bounds its body."""
+    """Around an application, outermost: gives each request its id, bounds its body, and logs it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A client's own `x-request-id` comes back to it and stands in the log; inside, ours counts.
+    """
+
+    def __init__(self, app: ASGIApp, config: LaunchConfig) -> None:
         self._app = app
+        self._limit = int(config.max_body_mb * 2**20)
+        self._logs = config.access_log == "json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        started = time.monotonic()
         number = uuid.uuid4().hex
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        given = next((value for name, value in headers if name == b"x-request-id"), b"")
+        theirs = given if _CLIENT_ID.fullmatch(given) else b""
         scope.setdefault("state", {})["request_id"] = number
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
         size = 0
+        status = 0
 
         async def bounded() -> Message:
             nonlocal size
+            # At once, when it says itself that it is too large.
+            if length.isdigit() and int(length) > self._limit:
+                raise _too_large(self._limit)
             message = await receive()
             size += len(message.get("body", b""))
-            if size > BODY_LIMIT:
-                raise HTTPException(413, f"the body is larger than {BODY_LIMIT >> 20} MiB")
+            if size > self._limit:
+                raise _too_large(self._limit)
             return message
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", number.encode())]
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", theirs or number.encode()),
+                ]
             await send(message)
 
-        await self._app(scope, bounded, named)
+        try:
+            await self._app(scope, bounded, named)
+        finally:
+            if self._logs and (status >= 400 or scope["path"] not in _WATCHED):
+                _log_access(scope, number, theirs, status, size, time.monotonic() - started)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit / 2**20:g} MiB (--max-body-mb)")
+
+
+def _log_access(scope: Scope, number: str, theirs: bytes, status: int, size: int, seconds: float) -> None:
+    """One line of JSON. Status 0: the client left before there was an answer."""
+    line = {
+        "request_id": number,
+        "client_request_id": theirs.decode("ascii") or None,
+        "client": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "body_bytes": size,
+        "seconds": round(seconds, 4),
+    }
+    _access.info("%s", json.dumps(line))

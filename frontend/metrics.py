@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrail.frontend.vllm_metrics import RequestMetrics, VllmNames
 from kvrail.runtime.control.rank_client import RankClient
 
 __all__ = ["FrontMetrics", "RankCollector"]
@@ -25,7 +26,7 @@ _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 class FrontMetrics:
     """The counters of one front process, in a registry of their own (nothing is global)."""
 
-    def __init__(self, ranks: Sequence[RankClient]) -> None:
+    def __init__(self, ranks: Sequence[RankClient], model: str = "") -> None:
         # Or each counter gets a second series that nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -50,12 +51,45 @@ class FrontMetrics:
         self.between_tokens = Histogram(
             "kvrail_inter_token_seconds", "between tokens of an answer", buckets=_BETWEEN_S, registry=r
         )
+        self.handover = Histogram(
+            "kvrail_handover_seconds",
+            "from the first token of a prompt that was prefilled elsewhere to the second",
+            buckets=_BETWEEN_S,
+            registry=r,
+        )
+        self.tokenizer_checks = Counter(
+            "kvrail_tokenizer_checks",
+            "texts that both tokenizers tokenised, by whether they agreed",
+            ["same"],
+            registry=r,
+        )
         self.waiting = Gauge("kvrail_front_waiting", "requests that wait for a rank", registry=r)
         self.prefill_calls = Counter(
             "kvrail_prefill_calls",
             "calls of /prefill, made by a ce or taken by a pe",
             ["outcome"],
             registry=r,
+        )
+        self.whole = RequestMetrics(r, model)
+        self.cached_tokens = Counter(
+            "kvrail_front_cached_tokens", "prompt tokens that a prefix cache had", registry=r
+        )
+        self.registry.register(
+            VllmNames(
+                ranks,
+                model,
+                histograms={
+                    "time_to_first_token_seconds": self.first_token,
+                    "inter_token_latency_seconds": self.between_tokens,
+                },
+                counters={
+                    "prompt_tokens": self.prompt_tokens,
+                    "generation_tokens": self.completion_tokens,
+                    "prefix_cache_queries": self.prompt_tokens,
+                    "prefix_cache_hits": self.cached_tokens,
+                },
+                waiting=self.waiting,
+            )
         )
         self.cancel_calls = Counter(
             "kvrail_cancel_calls", "calls of /cancel, made by a ce or taken by a pe", registry=r
@@ -89,6 +123,9 @@ class RankCollector(Collector):
             for (incarnation, number), report in rank.links.items():
                 lane = _link_labels(rank, incarnation.hex(), number)
                 add(GaugeMetricFamily, "link_up", lane, float(report.state == "up"))
+                if report.probes:
+                    best = max(speed for _, speed, _ in report.probes)
+                    add(GaugeMetricFamily, "link_probed_gb_per_s", lane, best)
             if rank.stats is None:
                 continue
             add(CounterMetricFamily, "steps", labels, float(rank.stats.steps))

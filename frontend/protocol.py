@@ -6,18 +6,20 @@ Nothing here can steer a transfer: ranks, peers and tickets are chosen by the se
 
 from __future__ import annotations
 
-import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from kvrail.runtime.errors import TooLong
-from kvrail.runtime.messages import CacheUse, Sampling
+from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
+from kvrail.frontend.sampling_fields import MOST_LOGPROBS, SamplingFields
+from kvrail.frontend.template import Conversation
+from kvrail.runtime.messages import CacheUse
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message"]
+__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest"]
 
-_MOST_STOPS = 16
-_MOST_LOGPROBS = 20
+_MOST_TOOLS = 128
+_MOST_PROMPTS = 128
+_MOST_ANSWERS = 256
 _LONGEST_SALT = 256
 
 
@@ -32,94 +34,43 @@ def _neutral(*allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _text(content: Any) -> Any:
-    """A message's content as one string: a string already, or text parts, joined by line breaks."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a string, or a list of parts {"type": "text", "text": "…"}')
-    return "\n".join(part["text"] for part in content)
+def _prompts(prompt: Any) -> Any:
+    """A string, a list of strings, token ids, or a list of lists of token ids: always as a list of prompts."""
+    several = isinstance(prompt, list) and bool(prompt) and not all(type(one) is int for one in prompt)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > _MOST_PROMPTS:
+        raise ValueError(f"at most {_MOST_PROMPTS} prompts")
+    for one in prompts:
+        # type() and not isinstance: True is no token id.
+        if not isinstance(one, str) and not (
+            isinstance(one, list) and all(type(token) is int for token in one)
+        ):
+            raise ValueError("must be a string, token ids, or a list of either")
+        if not one:
+            raise ValueError("must not be empty")
+    if len({type(one) for one in prompts}) > 1:
+        raise ValueError("must be all strings or all token ids")
+    return prompts
 
 
-def _stops(stop: Any) -> Any:
-    """`stop` as a list without duplicates."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if stops is None:
-        return []
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise ValueError("must be a string or a list of strings, none of them empty")
-    if len(stops) > _MOST_STOPS:
-        raise ValueError(f"at most {_MOST_STOPS} stop strings")
-    return list(dict.fromkeys(stops))
-
-
-def _prompt(prompt: Any) -> Any:
-    """One prompt: a string, a list of one string, token ids, or a list of one list of token ids."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    # type() and not isinstance: True is no token id.
-    if not isinstance(prompt, str) and not (
-        isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    ):
-        raise ValueError("must be one string or one list of token ids")
-    if not prompt:
-        raise ValueError("must not be empty")
-    return prompt
-
-
-def _without_nulls(message: Any) -> Any:
-    """Clients send an assistant's message back as they got it, with null for all that it did not have."""
-    if isinstance(message, dict):
-        return {key: value for key, value in message.items() if value is not None}
-    return message
-
-
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _MessageShape(_Shape):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)]
-    name: str | None = None
-
-
-Message = Annotated[_MessageShape, BeforeValidator(_without_nulls)]
-
-
-class _StreamOptions(_Shape):
+class _StreamOptions(Shape):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class _TemplateOptions(_Shape):
-    enable_thinking: bool | None = None
-
-
-class GenerationRequest(_Shape):
+class GenerationRequest(SamplingFields):
     """What chat and completions have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0.0, le=2.0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    # As much as a message to a rank can carry; what exceeds the vocabulary cuts nothing.
-    top_k: int | None = Field(None, ge=-1, lt=2**63)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    ignore_eos: bool | None = None
+    # Clients send these to the OpenAI API; they change nothing here.
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
     # Whether prefixes of this prompt are looked up and kept; only requests of one salt share them.
     prefix_cache: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=_LONGEST_SALT)
-    n: Annotated[Any, _neutral(1)] = None
-    frequency_penalty: Annotated[Any, _neutral(0, 0.0)] = None
-    presence_penalty: Annotated[Any, _neutral(0, 0.0)] = None
-    repetition_penalty: Annotated[Any, _neutral(1, 1.0)] = None
-    logit_bias: Annotated[Any, _neutral({})] = None
-    min_tokens: Annotated[Any, _neutral(0)] = None
 
     @property
     def include_usage(self) -> bool:
@@ -127,42 +78,14 @@ class GenerationRequest(_Shape):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def cache_use(self) -> CacheUse:
         """How the request takes part in prefix caching."""
         return CacheUse(use=self.prefix_cache is not False, salt=self.cache_salt or "")
-
-    def wanted_logprobs(self) -> int | None:
-        """How many alternatives to report for each token; None: no log-probabilities."""
-        raise NotImplementedError
-
-    def answer_limit(self, room: int) -> int:
-        """The most tokens of the answer, given how many the model's length leaves."""
-        raise NotImplementedError
-
-    def sampling(self, prompt_tokens: int, max_model_len: int, eos_ids: list[int]) -> Sampling:
-        """Every default resolved. Raises TooLong when prompt and answer do not fit together."""
-        room = max_model_len - prompt_tokens
-        if room < 1:
-            raise TooLong(
-                f"the prompt has {prompt_tokens} tokens; prompt and answer together are limited to {max_model_len}",
-                param="messages" if isinstance(self, ChatRequest) else "prompt",
-            )
-        wanted = self.answer_limit(room)
-        if wanted > room:
-            raise TooLong(
-                f"the prompt has {prompt_tokens} tokens and the answer may have {wanted}; together they are limited "
-                f"to {max_model_len}",
-                param="max_tokens",
-            )
-        return Sampling(
-            max_tokens=wanted,
-            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**64,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            stop_token_ids=[] if self.ignore_eos else eos_ids,
-            logprobs=self.wanted_logprobs(),
-        )
 
 
 class ChatRequest(GenerationRequest):
@@ -171,11 +94,47 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
-    chat_template_kwargs: _TemplateOptions | None = None
-    tools: Annotated[Any, _neutral([])] = None
-    tool_choice: Annotated[Any, _neutral("none", "auto")] = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     response_format: Annotated[Any, _neutral({"type": "text"})] = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if self.tool_choice in ("required",) and not names:
+            raise ValueError("tool_choice: there are no tools to choose from")
+        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
+            raise ValueError(f"tool_choice: no tool is called {self.tool_choice[0]!r}")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message: excludes add_generation_prompt")
+            if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+                raise ValueError("continue_final_message: the last message must be text of the assistant")
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def conversation(self) -> Conversation:
+        """What the chat template is given."""
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        return Conversation(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.for_template() for tool in self.usable_tools],
+            options={**effort, **(self.chat_template_kwargs or {})},
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final=bool(self.continue_final_message),
+        )
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -185,18 +144,37 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`. `prompt` is a list of prompts, each with `n` answers."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     # As the OpenAI API has it: an answer of 16 tokens unless more is asked for.
-    max_tokens: int | None = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
-    best_of: Annotated[Any, _neutral(1)] = None
-    echo: Annotated[Any, _neutral(False)] = None
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
     suffix: Annotated[Any, _neutral("")] = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: must be greater than 0, unless the prompt is wanted back (echo)")
+        if self.best_of not in (None, self.choices):
+            raise ValueError(f"best_of: must be n ({self.choices}): all answers are returned")
+        if len(self.prompt) * self.choices > _MOST_ANSWERS:
+            raise ValueError(f"n: at most {_MOST_ANSWERS} answers (prompts times n)")
+        return self
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether only the prompt is wanted back, and no answer."""
+        return self.max_tokens == 0
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
     def answer_limit(self, room: int) -> int:
-        return self.max_tokens or min(16, room)
+        # Even where no answer is wanted one token is sampled, and left out.
+        return max(1, min(16, room) if self.max_tokens is None else self.max_tokens)

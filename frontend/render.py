@@ -9,172 +9,194 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from datetime import datetime
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import numpy as np
 from tokenizers import Tokenizer
 
+from kvrail.frontend.checkpoint_code import CheckpointRenderer, checkpoint_code
 from kvrail.frontend.detokenize import TokenBytes
+from kvrail.frontend.template import ChatRenderer, ChatTemplate, Conversation, template_text
+from kvrail.frontend.tokenizing import Backend, TextEncoder
 from kvrail.runtime.errors import BadRequest, ConfigError
 
-__all__ = ["Renderer"]
+__all__ = ["Prompt", "Renderer"]
 
-# Texts from this length on are tokenised in a thread, so that they do not hold up everybody's streams.
-_LONG_TEXT = 8192
+_log = logging.getLogger(__name__)
+# Conversations with more characters are written down in a thread.
+_SHORT_TALK = 8192
+
+
+class Prompt(NamedTuple):
+    """A rendered conversation: its token ids, and the end of its text (up to where the answer begins)."""
+
+    tokens: list[int]
+    tail: str
 
 
 class Renderer:
-    """The text side of a model. Immutable after construction; safe to use from several tasks.
+    """The text side of a model. Safe to use from several tasks.
 
-    `eos_ids`: tokens that end an answer. `vocabulary`: ids below this may appear in a prompt.
+    `eos_ids`: tokens that end an answer. `vocabulary`: ids below this may appear in a prompt. `chat`: None for a
+    model without a chat template; `no_chat` then says why.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        template: str | None,
-        special_tokens: dict[str, str],
+        chat: ChatRenderer | None,
+        special_tokens: Mapping[str, str],
         eos_ids: Sequence[int],
         vocabulary: int,
         add_bos: bool = False,
-        thinking: bool = False,
+        backend: Backend = "hf",
+        verify_rate: float = 0.0,
+        no_chat: str = "this model has no chat template: use /v1/completions",
     ) -> None:
         self.eos_ids = list(eos_ids)
         self.vocabulary = vocabulary
         self.token_bytes = TokenBytes(tokenizer)
+        self.encoder = TextEncoder(tokenizer, backend=backend, verify_rate=verify_rate)
+        # Characters; no text of more than n times this many has n tokens.
+        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._tokenizer = tokenizer
-        self._special_tokens = special_tokens
         self._bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", "")) if add_bos else None
-        self._thinking = thinking
-        self._template = _compile(template) if template else None
+        self._chat = chat
+        self._no_chat = no_chat
 
     @classmethod
-    def load(cls, model: str | Path, *, thinking: bool = False) -> Renderer:
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        thinking: bool = False,
+        chat_template: str | Path | None = None,
+        trust_remote_code: bool = False,
+        backend: Backend = "hf",
+        verify_rate: float = 0.0,
+    ) -> Renderer:
         """From a model folder (whoever launches has made one of a GGUF file or a hub name).
 
-        Raises ConfigError when it has no usable tokenizer.
+        `chat_template`: a file to use instead of the checkpoint's own. Raises ConfigError when there is no usable
+        tokenizer or template.
         """
         path = Path(model)
+        given = _template_file(chat_template) if chat_template else None
+        settings: dict[str, Any] = {"backend": backend, "verify_rate": verify_rate}
         if not (path / "tokenizer.json").is_file():
-            return _through_transformers(path, thinking)
-        config = _json(path / "tokenizer_config.json")
-        model_config = _json(path / "config.json")
-        try:
-            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path / 'tokenizer.json'} cannot be read: {error}") from None
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token") and isinstance(value, str | dict)
-        }
-        # Padding of the prompt would be wrong, and truncation must never happen silently.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        vocabulary = int(model_config.get("vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True))
-        return cls(
-            tokenizer,
-            template=_template_text(path, config),
-            special_tokens=special,
-            eos_ids=_eos_ids(path, model_config, tokenizer, special.get("eos_token")),
-            vocabulary=vocabulary,
-            add_bos=config.get("add_bos_token") is True,
-            thinking=thinking,
-        )
+            tokenizer, template, settings["special_tokens"], more = _through_transformers(path)
+            settings |= more
+        else:
+            config = _json(path / "tokenizer_config.json")
+            model_config = _json(path / "config.json")
+            tokenizer = _tokenizer(path / "tokenizer.json")
+            special = _special_tokens(config)
+            template = template_text(path, config)
+            settings |= {
+                "special_tokens": special,
+                "eos_ids": _eos_ids(path, model_config, tokenizer, special.get("eos_token")),
+                "vocabulary": int(
+                    model_config.get("vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)
+                ),
+                "add_bos": config.get("add_bos_token") is True,
+            }
+        template = given or template
+        chat: ChatRenderer | None = None
+        if template:
+            chat = ChatTemplate(template, settings["special_tokens"], thinking=thinking)
+        elif code := checkpoint_code(path):
+            if trust_remote_code:
+                chat = CheckpointRenderer(code, thinking=thinking)
+            else:
+                settings["no_chat"] = (
+                    f"this model renders prompts by its own code ({code.name}), which runs only with "
+                    "--trust-remote-code; --chat-template FILE is another way"
+                )
+                _log.warning("chat: %s", settings["no_chat"])
+        return cls(tokenizer, chat=chat, **settings)
 
-    async def chat(
-        self, messages: Sequence[dict[str, Any]], enable_thinking: bool | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. Raises BadRequest."""
-        text = self.chat_text(messages, enable_thinking)
+    @property
+    def source(self) -> str:
+        """The text of the chat template, or of the code in its place; empty without any."""
+        return self._chat.source if self._chat else ""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._chat is not None and self._chat.takes_tools
+
+    async def chat(self, conversation: Conversation) -> Prompt:
+        """A conversation, up to where the answer begins. Raises BadRequest."""
+        size = sum(len(message.get("content") or "") for message in conversation.messages)
+        if size < _SHORT_TALK:
+            text = self.chat_text(conversation)
+        else:
+            text = await asyncio.to_thread(self.chat_text, conversation)
         # The template writes BOS itself where the model wants one.
-        return await self._encode(text, special=False)
+        return Prompt(await self.encoder.encode(text, special=False), text[-256:])
 
-    async def text(self, text: str) -> list[int]:
+    async def text(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of plain text, with BOS where the tokenizer adds one. Raises BadRequest when there are none."""
-        tokens = await self._encode(text, special=True)
-        if self._bos_id is not None and tokens[:1] != [self._bos_id]:
+        tokens = await self.encoder.encode(text, special=special)
+        if special and self._bos_id is not None and tokens[:1] != [self._bos_id]:
             tokens = [self._bos_id, *tokens]
         if not tokens:
             raise BadRequest("prompt: must not be empty", param="prompt")
         return tokens
 
-    def ids(self, tokens: list[int]) -> list[int]:
+    def ids(self, tokens: list[int], param: str = "prompt") -> list[int]:
         """Token ids as they came, checked against the vocabulary. Raises BadRequest."""
-        for place, token in enumerate(tokens):
-            if not 0 <= token < self.vocabulary:
-                raise BadRequest(
-                    f"prompt[{place}]: {token} is no token id of this model (0 to {self.vocabulary - 1})",
-                    param=f"prompt[{place}]",
-                )
+        try:
+            wrong = np.flatnonzero(np.asarray(tokens, np.int64).view(np.uint64) >= self.vocabulary)
+        except OverflowError:
+            wrong = np.asarray([n for n, token in enumerate(tokens) if not 0 <= token < self.vocabulary])
+        if len(wrong):
+            place = int(wrong[0])
+            raise BadRequest(
+                f"{param}[{place}]: {tokens[place]} is no token id of this model (0 to {self.vocabulary - 1})",
+                param=f"{param}[{place}]",
+            )
         return tokens
 
-    def chat_text(self, messages: Sequence[dict[str, Any]], enable_thinking: bool | None = None) -> str:
+    def chat_text(self, conversation: Conversation) -> str:
         """The conversation as the model wants it written. Raises BadRequest when the template refuses it."""
-        if self._template is None:
-            raise BadRequest("this model has no chat template: use /v1/completions", param="messages")
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                enable_thinking=self._thinking if enable_thinking is None else enable_thinking,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise BadRequest(
-                f"messages: the chat template refuses this conversation: {error}", param="messages"
-            ) from None
+        if self._chat is None:
+            raise BadRequest(self._no_chat, param="messages")
+        return self._chat.render(conversation)
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadRequest("the text contains a lone surrogate, which is no character") from None
-        if len(text) < _LONG_TEXT:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        # As a batch of one: `encode` keeps the GIL, and so the event loop, for as long as it takes.
-        encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=special)
-        return list(encodings[0].ids)
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids, special ones included."""
+        return str(await asyncio.to_thread(self._tokenizer.decode, tokens, skip_special_tokens=False))
 
 
-def _compile(template: str) -> jinja2.Template:
-    """A chat template, with what templates of the Hub expect to find; sandboxed, as it comes with the weights."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+def _template_file(file: str | Path) -> str:
     try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the checkpoint's chat template cannot be compiled: {error}") from None
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --chat-template {file}: {error}") from None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Jinja's own filter escapes HTML, which would change prompts."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    # Padding of the prompt would be wrong, and truncation must never happen silently.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _template_text(path: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: a file of its own, or in tokenizer_config.json (there perhaps one of several)."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
 
 
 def _eos_ids(path: Path, model_config: dict[str, Any], tokenizer: Tokenizer, token: str | None) -> list[int]:
@@ -197,7 +219,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _through_transformers(path: Path, thinking: bool) -> Renderer:
+def _through_transformers(path: Path) -> tuple[Tokenizer, str | None, dict[str, str], dict[str, Any]]:
     """Tokenizers without tokenizer.json: transformers converts them (slow to import)."""
     from transformers import AutoTokenizer
 
@@ -206,12 +228,11 @@ def _through_transformers(path: Path, thinking: bool) -> Renderer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no tokenizer can be read from {path}: {error}") from None
     eos = loaded.eos_token_id
-    return Renderer(
-        loaded.backend_tokenizer,
-        template=loaded.chat_template if isinstance(loaded.chat_template, str) else None,
-        special_tokens={name: str(value) for name, value in loaded.special_tokens_map.items()},
-        eos_ids=[] if eos is None else [eos],
-        vocabulary=len(loaded),
-        add_bos=bool(getattr(loaded, "add_bos_token", False)),
-        thinking=thinking,
-    )
+    more = {
+        "eos_ids": [] if eos is None else [eos],
+        "vocabulary": len(loaded),
+        "add_bos": bool(getattr(loaded, "add_bos_token", False)),
+    }
+    special = {name: str(value) for name, value in loaded.special_tokens_map.items()}
+    template = loaded.chat_template if isinstance(loaded.chat_template, str) else None
+    return loaded.backend_tokenizer, template, special, more

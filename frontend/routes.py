@@ -8,34 +8,38 @@ true. A stream that fails later ends with an error event and without [DONE].
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from kvrail.frontend.chatting import ChatRules
+from kvrail.frontend.choices import Choice, Prompted, merged, number, pieces_of, whole
+from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
     NoSuchModel,
-    Unauthorized,
-    error_body,
     json_response,
     request_id,
     until_disconnect,
 )
+from kvrail.frontend.keyed_route import keyed_route
 from kvrail.frontend.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from kvrail.frontend.render import Renderer
-from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Form, Piece, event
+from kvrail.frontend.responses_form import ResponsesForm
+from kvrail.frontend.responses_shapes import ResponsesRequest
+from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
+from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import affinity_key
-from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, Unavailable
-from kvrail.runtime.messages import Output
+from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TooLong, Unavailable
+from kvrail.runtime.sampling import check_sampling
 
 __all__ = ["openai_routes"]
 
@@ -54,66 +58,70 @@ def openai_routes(
 ) -> APIRouter:
     """The /v1 routes. With an API key file, every one of them needs a key."""
 
-    class KeyedRoute(APIRoute):
-        """Asks for the key, and what kind of body comes, before the body is read."""
-
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def guarded(request: Request) -> Response:
-                if not keys.allow(request.headers.get("authorization")):
-                    raise Unauthorized("give a valid API key: Authorization: Bearer …")
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if request.method == "POST" and kind != "application/json":
-                    raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
-                return await handle(request)
-
-            return guarded
+    rules = ChatRules(config, renderer)
 
     def longest() -> int | None:
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
         return min(lengths, default=None)
 
-    def check_model(body: GenerationRequest) -> int:
+    def check_model(model: str | None) -> int:
         """The longest prompt plus answer; refuses other models than ours."""
-        if body.model not in (None, config.model_name):
+        if model not in (None, config.model_name):
             raise NoSuchModel(
-                f"model {body.model!r} is not served here, but {config.model_name!r} is", param="model"
+                f"model {model!r} is not served here, but {config.model_name!r} is", param="model"
             )
         limit = longest()
         if limit is None:
             raise Unavailable("the model is loading", retry_after_s=2.0)
         return limit
 
-    router = APIRouter(prefix="/v1", route_class=KeyedRoute)
+    def check_text(characters: int) -> None:
+        """Refuse what is too long whatever its tokens are, before anything is spent on it."""
+        most = config.max_prompt_tokens or longest() or 0
+        if characters > most * renderer.longest_token:
+            raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
+
+    router = APIRouter(prefix="/v1", route_class=keyed_route(keys))
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        limit = check_model(body)
-        messages = [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content,
-                **({"name": message.name} if message.name else {}),
-            }
-            for message in body.messages
-        ]
-        options = body.chat_template_kwargs
-        tokens = await renderer.chat(messages, options.enable_thinking if options else None)
-        first_words = next((m.content for m in body.messages if m.role == "user"), body.messages[0].content)
-        job = _job(request, "chat", body, tokens, limit, first_words)
-        return await answer(request, body, job, ChatForm)
+        return await converse(body, request, "chat", ChatForm)
+
+    @router.post("/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await converse(
+            body.as_chat(), request, "responses", functools.partial(ResponsesForm, body=body)
+        )
+
+    async def converse(body: ChatRequest, request: Request, api: str, form: Callable[..., Form]) -> Response:
+        limit = check_model(body.model)
+        rules.check(body)
+        check_text(sum(len(message.content or "") for message in body.messages))
+        prompt = await renderer.chat(body.conversation())
+        reading = rules.reading(body, prompt.tail)
+        job = _job(request, api, body, prompt.tokens, limit, _first_words(body))
+        form = functools.partial(form, reading=reading)
+        return await answer(request, body, [(job, reading.markers, None)], form)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        limit = check_model(body)
-        if isinstance(body.prompt, str):
-            tokens, first_words = await renderer.text(body.prompt), body.prompt[:_AFFINITY_CHARS]
-        else:
-            tokens = renderer.ids(body.prompt)
-            first_words = repr(tokens[:_AFFINITY_TOKENS])
-        job = _job(request, "completions", body, tokens, limit, first_words)
-        return await answer(request, body, job, CompletionForm)
+        limit = check_model(body.model)
+        several = len(body.prompt) > 1
+        prompts: list[tuple[Job, Sequence[str], Echo | None]] = []
+        for place, prompt in enumerate(body.prompt):
+            if isinstance(prompt, str):
+                check_text(len(prompt))
+                tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
+            else:
+                tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
+                first_words = repr(tokens[:_AFFINITY_TOKENS])
+            echo = None
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else _text_of(tokens, renderer, body)
+                echo = Echo(text, tokens, only=body.prompt_only)
+            job = _job(request, "completions", body, tokens, limit, first_words, place)
+            prompts.append((job, (), echo))
+        return await answer(request, body, prompts, CompletionForm)
 
     def _job(
         request: Request,
@@ -122,41 +130,81 @@ def openai_routes(
         tokens: list[int],
         limit: int,
         first_words: str,
+        place: int = 0,
     ) -> Job:
+        param = "messages" if isinstance(body, ChatRequest) else "prompt"
+        if config.max_prompt_tokens is not None and len(tokens) > config.max_prompt_tokens:
+            raise TooLong(
+                f"the prompt has {len(tokens)} tokens (--max-prompt-tokens {config.max_prompt_tokens})",
+                param=param,
+            )
+        sampling = body.sampling(len(tokens), limit, renderer.eos_ids, param=param)
+        check_sampling(sampling, renderer.vocabulary)
+        now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
-            request_id=request_id(request),
+            started=now,
+            deadline=None if most_s is None else now + most_s,
+            request_id=f"{request_id(request)}.{place}" if place else request_id(request),
             api=api,
             tokens=tokens,
-            sampling=body.sampling(len(tokens), limit, renderer.eos_ids),
+            sampling=sampling,
             affinity=affinity_key(first_words),
             cache=body.cache_use,
         )
 
-    async def answer(request: Request, body: GenerationRequest, job: Job, form_kind: type[Form]) -> Response:
+    async def answer(
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[tuple[Job, Sequence[str], Echo | None]],
+        form_kind: Callable[..., Form],
+    ) -> Response:
+        """Serve the jobs; beside each stand the special tokens that are text in its answers, and its echo."""
+        prompted = [
+            Prompted(job, [choice(request, body, job, markers, echo, form_kind) for _ in range(body.choices)])
+            for job, markers, echo in prompts
+        ]
+        usage = number(prompted, running_usage=body.continuous_usage)
+        pieces = merged([pieces_of(one, dispatcher.run(one.job)) for one in prompted])
+        async with until_disconnect(request.receive):
+            first = await anext(pieces)
+        forms = [choice.form for one in prompted for choice in one.choices]
+        if body.stream:
+            headers = {"x-kvrail-prefill": _route(prompted)}
+            return _EventStream(_events(first, pieces, forms, usage), headers)
+        async with contextlib.aclosing(pieces), until_disconnect(request.receive):
+            first[0].pieces.append(first[1])
+            async for one, piece in pieces:
+                one.pieces.append(piece)
+        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
+        # again here. The header of a stream is out by then.
+        return json_response(whole(prompted, usage()), headers={"x-kvrail-prefill": _route(prompted)})
+
+    def choice(
+        request: Request,
+        body: GenerationRequest,
+        job: Job,
+        markers: Sequence[str],
+        echo: Echo | None,
+        form_kind: Callable[..., Form],
+    ) -> Choice:
+        """One answer that is yet to come."""
         text = Answer(
-            renderer.token_bytes,
+            _shown(renderer, body, markers),
             prompt_tokens=len(job.tokens),
             stops=body.stop,
             stop_token_ids=job.sampling.stop_token_ids,
+            include_stop=bool(body.include_stop_str_in_output),
+            min_tokens=job.sampling.min_tokens,
+            echo=echo,
         )
         form = form_kind(
-            job.request_id,
+            request_id(request),
             config.model_name,
             renderer.token_bytes,
             logprobs=job.sampling.logprobs is not None,
             include_usage=body.include_usage,
         )
-        outputs = dispatcher.run(job)
-        async with until_disconnect(request.receive):
-            first = await anext(outputs)
-        pieces = _pieces(job, first, outputs, text)
-        if body.stream:
-            return _EventStream(_events(pieces, text, form), {"x-kvrail-prefill": first.route})
-        async with contextlib.aclosing(pieces), until_disconnect(request.receive):
-            whole = [piece async for piece in pieces]
-        # By now it may be "local": a prefill engine lost behind the first token means that the prompt was computed
-        # again here. The header of a stream is out by then.
-        return json_response(form.whole(whole, text.usage), headers={"x-kvrail-prefill": job.route})
+        return Choice(text, form)
 
     def card() -> dict[str, object]:
         return {
@@ -181,50 +229,60 @@ def openai_routes(
             )
         return json_response(card())
 
-    return router
+    both = APIRouter()
+    both.include_router(router)
+    both.include_router(text_routes(renderer, keys, check_model, check_text))
+    return both
 
 
-async def _pieces(
-    job: Job, first: Output, outputs: AsyncGenerator[Output, None], answer: Answer
-) -> AsyncGenerator[Piece, None]:
-    """The pieces of an answer; the last one has a finish reason, and by then the job is over everywhere."""
-    async with contextlib.aclosing(outputs):
-        output: Output | None = first
-        while output is not None:
-            job.route = output.route
-            piece = answer.feed(output)
-            if piece.finish_reason is not None:
-                break
-            yield piece
-            output = await anext(outputs, None)
-        else:
-            raise EngineFailed("the engine ended the answer without saying why")
-        if output.finish_reason is None:
-            job.outcome = "stop"  # a stop string: the engine does not know it, and is told by the closing
-    yield piece
+def _first_words(body: ChatRequest) -> str:
+    """What stands for a conversation in routing."""
+    first = next((message for message in body.messages if message.role == "user"), body.messages[0])
+    return first.content or ""
+
+
+def _shown(renderer: Renderer, body: GenerationRequest, markers: Sequence[str]) -> TokenBytes:
+    """How tokens become text in an answer to `body`."""
+    if body.skip_special_tokens is False:
+        return renderer.token_bytes.showing_all()
+    return renderer.token_bytes.showing(markers) if markers else renderer.token_bytes
+
+
+def _text_of(tokens: Sequence[int], renderer: Renderer, body: GenerationRequest) -> str:
+    """The text of a prompt that came as token ids."""
+    text = Detokenizer(_shown(renderer, body, ()))
+    return "".join(text.feed(token) for token in tokens) + text.flush()
+
+
+def _route(prompted: Sequence[Prompted]) -> str:
+    """Where the prompts were prefilled: elsewhere only if all of them were. Those without an output do not count."""
+    return "remote" if all(one.job.route in ("remote", "") for one in prompted) else "local"
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], answer: Answer, form: Form
+    first: tuple[Choice, Piece],
+    pieces: AsyncGenerator[tuple[Choice, Piece], None],
+    forms: Sequence[Form],
+    usage: Callable[[], dict[str, Any]],
 ) -> AsyncGenerator[bytes, None]:
     """The body of a stream."""
     async with contextlib.aclosing(pieces):
         try:
-            opening = form.opening()
-            async for piece in pieces:
-                events = opening + form.chunk(piece)
-                opening = []
-                if events:
+            opening = [event for form in forms for event in form.opening()]
+            if opening := opening + first[0].form.chunk(first[1]):
+                yield b"".join(opening)
+            async for choice, piece in pieces:
+                if events := choice.form.chunk(piece):
                     yield b"".join(events)
-            yield b"".join(form.closing(answer.usage))
+            yield b"".join(forms[0].closing(usage()))
         except Cancelled:
             raise
         except RuntimeFault as fault:
-            yield event(error_body(fault))
+            yield b"".join(forms[0].failed(fault))
         except Exception:
             # The status has been sent; this is the only way left to say that the answer is not whole.
             _log.exception("a stream failed")
-            yield event(error_body(EngineFailed("internal error")))
+            yield b"".join(forms[0].failed(EngineFailed("internal error")))
 
 
 class _EventStream(Response):

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 import zmq.asyncio
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from kvrail.frontend.cache_routes import cache_routes
 from kvrail.frontend.dispatch import Dispatcher
@@ -82,10 +83,18 @@ async def _application(
     client: httpx.AsyncClient,
 ) -> AsyncIterator[_Application]:
     """The application of a role, with what runs beside it."""
-    metrics = FrontMetrics(ranks)
+    metrics = FrontMetrics(ranks, config.model_name)
     admission = Admission(config.max_queue)
-    # No generated documentation: its pages load scripts from elsewhere.
-    app = FastAPI(title="kvrail", docs_url=None, redoc_url=None, openapi_url=None)
+    # /openapi.json, but none of the pages that show it: they load scripts from elsewhere.
+    app = FastAPI(title="kvrail", version="1", docs_url=None, redoc_url=None)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
+        )
     install_error_bodies(app)
     async with contextlib.AsyncExitStack() as stack:
         peers: PeerWatcher | None = None
@@ -100,6 +109,7 @@ async def _application(
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
+            renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
             dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
             stack.push_async_callback(dispatcher.close)
             app.include_router(
@@ -116,11 +126,11 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: LaunchConfig, application: _Application, ranks: Sequence[RankClient]) -> None:
         super().__init__(
             uvicorn.Config(
-                Envelope(application.app),
+                Envelope(application.app, config),
                 lifespan="off",
                 ws="none",
                 log_config=None,
-                access_log=config.log_level == "debug",
+                access_log=False,
                 server_header=False,
                 # Longer than the other side keeps idle connections, so that no call meets a closing one.
                 timeout_keep_alive=30,
@@ -177,7 +187,13 @@ async def serve(
     renderer = None
     if config.role != "pe":
         renderer = await asyncio.to_thread(
-            Renderer.load, config.model, thinking=config.thinking_mode == "thinking"
+            Renderer.load,
+            config.model,
+            thinking=config.thinking_mode == "thinking",
+            chat_template=config.chat_template,
+            trust_remote_code=config.trust_remote_code,
+            backend=config.tokenizer_backend,
+            verify_rate=config.tokenizer_verify_rate,
         )
     context = zmq.asyncio.Context()
     try:

@@ -33,11 +33,13 @@ def status_routes(
     router = APIRouter()
 
     # HEAD as well: that is how some load balancers ask.
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         return json_response({"status": "alive", "role": config.role, "model": config.model_name})
 
-    @router.api_route("/ready", methods=["GET", "HEAD"])
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready() -> Response:
         reasons = ["the server is stopping"] if stopping() else _missing(config, ranks, peers)
         if reasons:

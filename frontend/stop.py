@@ -12,11 +12,12 @@ class StopMatcher:
     """Feed it text; it gives back what is safe to emit. The answer ends before the match that is complete first.
 
     How the text is cut into pieces makes no difference: of two matches the one that *ends* first counts (and of two
-    that end together the longer one), as if each character came alone.
+    that end together the longer one), as if each character came alone. `include`: the match is part of the answer.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.matched: str | None = None
+        self._include = include
         self._stops = list(stops)
         self._held = ""
 
@@ -29,7 +30,7 @@ class StopMatcher:
         if ends:
             _, place, self.matched = min(ends)
             self._held = ""
-            return text[:place]
+            return text[: place + len(self.matched)] if self._include else text[:place]
         hold = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -4,10 +4,14 @@
 What is the same for every layer (where new KV goes, what is read, masks) is worked out once a step in `StepPlan`; a
 layer then costs two row copies into memory and, for each group of sequences, a gather and one call of torch's fused
 attention. Heads that share a KV head are never expanded in memory: for a single token they become the rows of its
-query, for a chunk a batch dimension of stride 0. All tensors live where the pool lives.
+query, for a chunk a batch dimension of stride 0. All tensors live where the pool lives: on a CPU, or on a GPU for what
+the compiled attention (flashinfer_attention.py) does not cover.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,8 +20,33 @@ import torch.nn.functional as F
 from kvrail.kernels.paged_kv import PagedKV
 from kvrail.kernels.ring_kv import RingKV
 from kvrail.kernels.step_parts import QUERY_BLOCK, Slice
+from kvrail.kernels.upload import upload
 
-__all__ = ["QUERY_BLOCK", "Slice", "StepPlan"]
+__all__ = ["QUERY_BLOCK", "AttentionPlan", "Planner", "Slice", "StepPlan"]
+
+
+class AttentionPlan(Protocol):
+    """What is the same for every layer of one step, however attention is computed."""
+
+    positions: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See StepPlan.attend."""
+
+
+# (pool, slices, dtype of queries, rings) → the plan of one step, as StepPlan(…).
+Planner = Callable[[torch.Tensor, list[Slice], torch.dtype, torch.Tensor | None], AttentionPlan]
 
 
 class StepPlan:
@@ -32,7 +61,7 @@ class StepPlan:
     ) -> None:
         positions = np.concatenate([np.arange(s.start, s.start + s.length) for s in slices])
         like = torch.empty(0, dtype=dtype, device=pool.device)
-        self.positions = torch.from_numpy(positions).to(pool.device)
+        (self.positions,) = upload(pool.device, (positions,))
         self._pages = PagedKV(pool, slices, positions, like)
         self._rings = None if rings is None else RingKV(rings, slices, positions, like)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvrail.kernels.step_parts import Chunk, Singles, Slice, blocks_of, hidden_mask
+from kvrail.kernels.upload import upload
 
 __all__ = ["PagedKV"]
 
@@ -33,8 +34,8 @@ class PagedKV:
         )
         # Row of (page, layer, k or v, token) in the pool seen as [rows, kv_heads, head_dim].
         first = written * (layers * 2 * page_tokens) + positions % page_tokens
-        steps = np.arange(layers * 2)[:, None] * page_tokens
-        self._targets = torch.from_numpy(first[None, :] + steps).to(pool.device)
+        steps = torch.arange(layers * 2, device=pool.device)[:, None] * page_tokens
+        self._targets = upload(pool.device, (first,))[0] + steps
         by_length: dict[int, list[tuple[int, Slice]]] = {}
         row = 0
         for part in slices:
@@ -43,7 +44,7 @@ class PagedKV:
                 # Tables of one group differ by less than a factor of two, so that little padding is read.
                 by_length.setdefault(pages.bit_length(), []).append((row, part))
             else:
-                table = torch.tensor(part.pages[:pages], device=pool.device)
+                (table,) = upload(pool.device, (np.asarray(part.pages[:pages]),))
                 blocks = blocks_of(part.start, part.length, None, like)
                 self.chunks.append(Chunk(row, row + part.length, table, -1, blocks))
             row += part.length
@@ -84,12 +85,8 @@ class PagedKV:
             used = part.pages[:width]
             line[: len(used)] = used
             line[len(used) :] = used[0]
-        device = self._pool.device
-        return Singles(
-            torch.tensor([row for row, _ in group], device=device),
-            torch.from_numpy(table).view(-1).to(device),
-            hidden_mask(lengths, width * page_tokens, self._pool),
-        )
+        rows, units = upload(self._pool.device, (np.array([row for row, _ in group]), table.reshape(-1)))
+        return Singles(rows, units, hidden_mask(lengths, width * page_tokens, self._pool))
 
 
 def _narrow(memory: torch.Tensor, dim: int) -> torch.Tensor:

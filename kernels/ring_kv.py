@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvrail.kernels.step_parts import Chunk, Singles, Slice, blocks_of, hidden_mask
+from kvrail.kernels.upload import upload
 
 __all__ = ["RingKV"]
 
@@ -45,24 +46,22 @@ class RingKV:
             else:
                 earlier = np.arange(max(0, part.start - window + 1), part.start) % window
                 blocks = blocks_of(len(earlier), part.length, window, like)
-                units = torch.from_numpy(earlier).to(device)
+                (units,) = upload(device, (earlier,))
                 self.chunks.append(Chunk(row, row + part.length, units, part.state_slot, blocks))
             row += part.length
         rows = np.concatenate(kept)
-        self._kept = torch.from_numpy(rows).to(device) if len(rows) < row else None
+        self._kept = upload(device, (rows,))[0] if len(rows) < row else None
         layers = rings.shape[1]
         first = np.concatenate(slots) * (layers * 2 * window) + positions[rows] % window
-        steps = np.arange(layers * 2)[:, None] * window
-        self._targets = torch.from_numpy(first[None, :] + steps).to(device)
+        steps = torch.arange(layers * 2, device=device)[:, None] * window
+        self._targets = upload(device, (first,))[0] + steps
         if alone:
             lengths = np.array([min(part.start + 1, window) for _, part in alone])
-            self.singles.append(
-                Singles(
-                    torch.tensor([row for row, _ in alone], device=device),
-                    torch.tensor([part.state_slot for _, part in alone], device=device),
-                    hidden_mask(lengths, int(lengths.max()), rings),
-                )
+            places, units = upload(
+                device,
+                (np.array([row for row, _ in alone]), np.array([part.state_slot for _, part in alone])),
             )
+            self.singles.append(Singles(places, units, hidden_mask(lengths, int(lengths.max()), rings)))
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the end of each slice's K and V, [kv_heads, T, dim] each. Overwrites what chunks of this step see."""

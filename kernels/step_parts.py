@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvrail.kernels.upload import upload
+
 __all__ = ["QUERY_BLOCK", "Block", "Chunk", "Singles", "Slice", "blocks_of", "hidden_mask"]
 
 # Rows of a chunk that attend together: keys behind the last of them are not read, which saves half of the work.
@@ -82,6 +84,7 @@ def blocks_of(earlier: int, length: int, window: int | None, like: torch.Tensor)
 
 def hidden_mask(lengths: np.ndarray, width: int, like: torch.Tensor) -> torch.Tensor:
     """[B, 1, 1, width]: 0 below each length, else -inf."""
-    hidden = torch.from_numpy(np.arange(width)[None, :] >= lengths[:, None]).to(like.device)
+    (ends,) = upload(like.device, (lengths,))
+    hidden = torch.arange(width, device=like.device) >= ends[:, None]
     mask = like.new_zeros(len(lengths), 1, 1, width)
     return mask.masked_fill_(hidden[:, None, None, :], float("-inf"))

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrail.runtime.checkpoint import cache_dir, open_checkpoint
+from kvrail.runtime.config import Attention
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
@@ -26,35 +28,53 @@ from kvrail.transfer.pages import PagePool
 __all__ = ["main", "measure"]
 
 _PAGE_TOKENS = 128
+# Tokens of a chunk on a GPU: enough for its matrix products to be as quick as they get.
+_GPU_BUDGET = 8192
 
 
-def measure(model: PagedModel, *, batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """Prefill `batch` prompts of `prompt` tokens, then decode `tokens` tokens of each; times of every step.
+def measure(
+    model: PagedModel, *, batch: int, prompt: int, tokens: int, budget: int | None = None
+) -> dict[str, Any]:
+    """Prefill `batch` prompts of `prompt` tokens, then decode `tokens` tokens of each together; times of every step.
 
-    Record: what, batch, prompt, tokens_per_s (median step), best_tokens_per_s, cpu_tokens_per_s (by the CPU time of
-    the median step: with one thread, what it would be without other load), step_ms (median), steps.
+    `budget`: tokens of a prefill chunk (default: all prompts in one step). Record: what, batch, prompt, tokens_per_s
+    (decode: of the median step; prefill: of all its steps), best_tokens_per_s, cpu_tokens_per_s (by CPU time: with one
+    thread, what it would be without other load), step_ms (median), steps.
     """
-    pages = batch * model.layout.pages_for(prompt + tokens + 1)
+    budget = budget or max(2048, batch * prompt)
+    # Who is prefilled first decodes beside the others' prefills, and must last until all decode together.
+    length = tokens + 1 + -(-batch * prompt // budget)
+    # One to spare for each: the engine admits nobody into pages that running ones may want.
+    pages = batch * (model.layout.pages_for(prompt + length) + 1)
     slots = batch if model.layout.state_bytes else 0
     engine = EmbeddedEngine(
         model,
         PagePool(pages, slots),
-        bytearray(pages * model.layout.page_bytes),
-        state_memory=bytearray(slots * model.layout.state_bytes) if slots else None,
-        max_num_batched_tokens=max(2048, batch * prompt),
+        _memory(model, pages * model.layout.page_bytes),
+        state_memory=_memory(model, slots * model.layout.state_bytes) if slots else None,
+        max_num_seqs=batch,
+        max_num_batched_tokens=budget,
         prefix_cache=False,
     )
     random = np.random.default_rng(0)
-    sampling = Sampling(max_tokens=tokens + 1, seed=0)
+    sampling = Sampling(max_tokens=length if tokens else 1, seed=0)
     for n in range(batch):
         engine.add(str(n), random.integers(0, model.vocab_size, prompt).astype(np.uint32), sampling)
-    times: list[tuple[float, float]] = []
-    while engine.has_work:
+    reading: list[tuple[float, float]] = []
+    decoding: list[tuple[float, float]] = []
+    while engine.has_work and len(decoding) < max(tokens, 1):
+        together = engine.load == {"running": batch, "waiting": 0, "waiting_tokens": 0} and bool(reading)
         started, worked = time.perf_counter(), time.process_time()
         engine.step()
-        times.append((time.perf_counter() - started, time.process_time() - worked))
-    # The first step reads the prompts and samples token 1.
-    steps, count = (times[1:], batch) if tokens else (times[:1], batch * prompt)
+        spent = (time.perf_counter() - started, time.process_time() - worked)
+        (decoding if together else reading).append(spent)
+    for n in range(batch):
+        engine.abort(str(n))
+    engine.close()
+    if tokens:
+        steps, count = decoding, batch
+    else:
+        steps, count = [(sum(wall for wall, _ in reading), sum(cpu for _, cpu in reading))], batch * prompt
     median = statistics.median(wall for wall, _ in steps)
     return {
         "what": "decode" if tokens else "prefill",
@@ -64,8 +84,15 @@ def measure(model: PagedModel, *, batch: int, prompt: int, tokens: int) -> dict[
         "best_tokens_per_s": round(count / min(wall for wall, _ in steps), 1),
         "cpu_tokens_per_s": round(count / statistics.median(cpu for _, cpu in steps), 1),
         "step_ms": round(1000 * median, 2),
-        "steps": len(steps),
+        "steps": len(decoding if tokens else reading),
     }
+
+
+def _memory(model: PagedModel, size: int) -> Any:
+    """`size` bytes for pages or state, on the model's device."""
+    if model.device.type == "cpu":
+        return bytearray(size)
+    return torch.empty(size, dtype=torch.uint8, device=model.device)
 
 
 def machine_facts(arithmetic: str) -> dict[str, Any]:
@@ -88,27 +115,40 @@ def _best(model: PagedModel, rounds: int, **what: int) -> dict[str, Any]:
     return max((measure(model, **what) for _ in range(rounds)), key=lambda one: float(one["tokens_per_s"]))
 
 
+def _records(model: PagedModel, rounds: int) -> Iterator[dict[str, Any]]:
+    """What is measured on this kind of device."""
+    if model.device.type == "cpu":
+        yield _best(model, rounds, batch=1, prompt=128, tokens=32)
+        yield _best(model, rounds, batch=8, prompt=128, tokens=32)
+        yield _best(model, rounds, batch=1, prompt=512, tokens=0)
+        return
+    for batch in (1, 8, 64, 256):
+        yield _best(model, rounds, batch=batch, prompt=128, tokens=32, budget=_GPU_BUDGET)
+    for prompt in (512, 4096, 32768):
+        yield _best(model, rounds, batch=1, prompt=prompt, tokens=0, budget=_GPU_BUDGET)
+    yield _best(model, 1, batch=64, prompt=4096, tokens=32, budget=_GPU_BUDGET)
+
+
 def main(
     model: Annotated[str, typer.Option(help="model folder, GGUF file or hub name")] = "",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    attention: Annotated[Attention, typer.Option(help="auto, flashinfer or torch")] = "auto",
     threads: Annotated[int, typer.Option(help="threads of arithmetic")] = 1,
     rounds: Annotated[int, typer.Option(help="the quickest of this many rounds counts")] = 3,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="also write the records to this file")
     ] = None,
 ) -> None:
-    """Decode at batch 1 and 8 behind 128 tokens, prefill 512 tokens."""
+    """Decode and prefill speed: on a CPU at batch 1 and 8, on a GPU up to batch 256 and 32,768 tokens."""
     torch.set_num_threads(threads)
     folder = model or str(cache_dir() / "models" / "SmolLM2-135M-Instruct")
-    loaded = PagedModel.load(open_checkpoint(folder), dtype, _PAGE_TOKENS)
-    facts = machine_facts(loaded.arithmetic)
+    began = time.perf_counter()
+    loaded = PagedModel.load(open_checkpoint(folder), dtype, _PAGE_TOKENS, device=device, attention=attention)
+    facts = machine_facts(loaded.arithmetic) | {"load_s": round(time.perf_counter() - began, 1)}
     say = Console()
     say.print(", ".join(f"{name}: {value}" for name, value in facts.items()), highlight=False)
-    records = [
-        _best(loaded, rounds, batch=1, prompt=128, tokens=32),
-        _best(loaded, rounds, batch=8, prompt=128, tokens=32),
-        _best(loaded, rounds, batch=1, prompt=512, tokens=0),
-    ]
+    records = list(_records(loaded, rounds))
     table = Table("", "batch", "prompt", "tokens/s", "best step", "by CPU time", "ms a step")
     for one in records:
         table.add_row(

@@ -57,7 +57,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
     checkpoint = open_checkpoint(config.model, _log_progress)
-    model = PagedModel.load(checkpoint, config.dtype, config.page_tokens, _log_progress)
+    model = PagedModel.load(
+        checkpoint,
+        config.dtype,
+        config.page_tokens,
+        _log_progress,
+        device=config.device,
+        attention=config.attention,
+    )
     layout = model.layout
     pages, state_slots = pool_sizes(config, layout)
     with contextlib.ExitStack() as stack:

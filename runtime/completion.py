@@ -15,12 +15,11 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
+from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off, going_on
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
@@ -40,7 +39,6 @@ from kvrail.runtime.messages import (
 )
 from kvrail.runtime.rank_stats import pool_gauges, rank_stats
 from kvrail.runtime.waiting import Request, grant_in_turn
-from kvrail.transfer.checksums import page_checksums, unpack_checksums
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
     LinkDown,
@@ -108,11 +106,10 @@ class Completion:
         match message:
             case Submit():
                 self._submit(now, message)
-            case Abort(request_id=request_id, reason=reason):
-                self._abort(now, request_id, reason)
+            case Abort(request_id=request_id, reason=reason, choice=choice):
+                self._abort(now, request_id, reason, choice)
             case PrefillFailed(request_id=request_id, ticket=ticket, reason=reason):
-                request = self._requests.get(request_id)
-                if request is not None and request.ticket == ticket:
+                if self._by_ticket(request_id, ticket):
                     self._receiver.give_up(now, ticket, reason)
             case Connect(peer=peer) if self._links is not None:
                 self._board.connecting(LinkKey(peer.incarnation, peer.rank))
@@ -157,8 +154,10 @@ class Completion:
                 continue
             if request.route == "local" and output.cached_tokens:
                 request.cached_tokens = output.cached_tokens
+            if output.prompt_logprobs:
+                self._tell(request, prompt=output.prompt_logprobs)
             if output.token is not None or output.finish_reason is not None:
-                self._emit(request, output.token, output.finish_reason, output.logprob)
+                self._emit(request, output.choice, output.token, output.finish_reason, output.logprob)
         self._flush()
 
     def tick(self, now: float) -> None:
@@ -211,7 +210,8 @@ class Completion:
     def _grant(self, now: float, request: Request) -> NoPages | None:
         """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
-        if sum(1 for r in self._requests.values() if r.phase != "waiting") >= self._seats:
+        taken = sum(len(r.open) for r in self._requests.values() if r.phase != "waiting")
+        if taken and taken + len(request.open) > self._seats:
             # Answers end, and their seats become free; only the wait for room may be in vain.
             for each in self._waiting:
                 each.deadline = now + _ROOM_WITHIN_S
@@ -266,21 +266,23 @@ class Completion:
             if hand_off is None:
                 self.engine.add(request.id, request.tokens, sampling, cache=request.submit.cache)
             else:
-                self.engine.resume(
-                    request.id,
-                    request.tokens,
-                    sampling,
-                    first_token=hand_off.first_token,
-                    cache=request.submit.cache,
-                )
+                firsts, cache = going_on(request.open, hand_off), request.submit.cache
+                self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts, cache=cache)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
             self._fail(request, fault.status, fault.message, fault.retry_after_s)
 
-    def _abort(self, now: float, request_id: str, reason: str) -> None:
-        request = self._requests.pop(request_id, None)
+    def _abort(self, now: float, request_id: str, reason: str, choice: int | None) -> None:
+        request = self._requests.get(request_id)
         if request is None:
             return
+        if choice is not None:
+            request.open.discard(choice)
+            if request.open:
+                if request.phase == "decoding":
+                    self.engine.abort(request_id, choice)
+                return
+        del self._requests[request_id]
         self._counters["requests_aborted"] += 1
         if request.phase in ("granted", "first"):
             self._receiver.cancel(now, request.ticket, reason)
@@ -305,14 +307,12 @@ class Completion:
             case Fence(link, _, reason) if self._links is not None:
                 self._links.fence(LinkKey(*link), reason)
             case FirstTokenReady(request_id, ticket, hand_off):
-                request = self._by_ticket(request_id, ticket)
-                if request is not None:
-                    self._first_token(request, hand_off)
+                if request := self._by_ticket(request_id, ticket):
+                    self._first_token(now, request, hand_off)
             case Landed():
-                self._landed(effect)
+                self._landed(now, effect)
             case Lost(request_id, ticket, reason, hand_off):
-                request = self._by_ticket(request_id, ticket)
-                if request is not None:
+                if request := self._by_ticket(request_id, ticket):
                     self._lost(request, reason, hand_off)
             case _:
                 raise AssertionError(f"no links, yet {effect}")
@@ -321,27 +321,30 @@ class Completion:
         request = self._requests.get(request_id)
         return request if request is not None and request.ticket == ticket else None
 
-    def _first_token(self, request: Request, hand_off: HandOff) -> None:
+    def _first_token(self, now: float, request: Request, hand_off: HandOff) -> None:
+        fault = fault_of_hand_off(
+            hand_off, request.submit.sampling, len(request.tokens), self.engine.vocab_size
+        )
+        if fault:
+            # A peer of another version, or a broken one: its KV is not to be trusted either.
+            self._counters["bad_hand_offs"] += 1
+            self._receiver.cancel(now, request.ticket, fault)
+            self._fail(request, 502, f"the prefill engine handed over what cannot be used: {fault}", None)
+            return
         request.phase = "first"
         request.cached_tokens = hand_off.cached_tokens
         self._counters["prefills_remote"] += 1
-        # A finish reason was decided by the same engine code that decides here; the wire has it as a string.
-        reason: FinishReason | None = hand_off.finish_reason  # type: ignore[assignment]
-        self._emit(request, hand_off.first_token, reason, hand_off.logprob)
+        for choice, first in enumerate(hand_off.firsts):
+            reason: FinishReason | None = first.finish_reason  # type: ignore[assignment]
+            self._emit(request, choice, first.token, reason, first.logprob)
 
-    def _landed(self, landed: Landed) -> None:
+    def _landed(self, now: float, landed: Landed) -> None:
         request = self._by_ticket(landed.request_id, landed.ticket)
         if request is None:
             self._pool.release(landed.owner)
             return
-        self._board.count(
-            request.link,
-            pages=len(landed.pages),
-            states=landed.state_slot >= 0,
-            bytes=landed.bell.pushed_bytes,
-            tickets=1,
-        )
-        fault = self._verify(landed)
+        self._board.count(request.link, **counts_of(landed))
+        fault = damage_of(landed, self._pools, self._counters)
         if fault:
             _log.error("request %s: %s", request.id, fault)
             self._counters["checksum_mismatches"] += 1
@@ -350,7 +353,7 @@ class Completion:
             return
         if request.phase == "granted":
             # The doorbell carries the first token too: a first-token message need not have come.
-            self._first_token(request, landed.hand_off)
+            self._first_token(now, request, landed.hand_off)
             if request.id not in self._requests:
                 self._pool.release(landed.owner)
                 return
@@ -361,28 +364,13 @@ class Completion:
                 request.tokens,
                 request.submit.sampling,
                 owner=landed.owner,
-                first_token=landed.hand_off.first_token,
+                first_tokens=going_on(request.open, landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
                 cache=request.submit.cache,
             )
         except (RuntimeFault, ValueError) as error:
             self._pool.release(landed.owner)
             self._fail(request, 500, f"the engine did not take the pages: {error}", None)
-
-    def _verify(self, landed: Landed) -> str:
-        """What is wrong with the pages that arrived, or ""."""
-        if landed.bell.checksums is not None:
-            found = page_checksums(self._pools.pages, landed.pages)
-            wanted = unpack_checksums(landed.bell.checksums)
-            self._counters["pages_verified"] += len(found)
-            wrong = np.flatnonzero(found != wanted)
-            if len(wrong):
-                return f"checksum of page {int(wrong[0])} of {len(found)}, {len(wrong)} in all"
-        if landed.bell.state_checksum is not None and self._pools.state is not None:
-            slot = np.array([landed.state_slot], dtype=np.uint32)
-            if int(page_checksums(self._pools.state, slot)[0]) != landed.bell.state_checksum:
-                return "checksum of the state slot"
-        return ""
 
     def _lost(self, request: Request, reason: str, hand_off: HandOff | None) -> None:
         """No remote prefill for this request (any more): do it here when that is allowed."""
@@ -396,28 +384,42 @@ class Completion:
     def _emit(
         self,
         request: Request,
+        choice: int,
         token: int | None,
         reason: FinishReason | None,
         logprob: TokenLogprob | None,
     ) -> None:
+        if choice not in request.open:
+            return
         if token is not None:
             self._counters["generated_tokens"] += 1
         if reason is not None:
+            request.open.discard(choice)
+        if not request.open:
             self._counters["requests_finished"] += 1
             del self._requests[request.id]
+        tokens = b"" if token is None else pack_u32([token])
+        self._tell(request, choice, tokens, reason, () if logprob is None else (logprob,))
+
+    def _tell(
+        self,
+        request: Request,
+        choice: int = 0,
+        tokens: bytes = b"",
+        reason: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        prompt: Sequence[TokenLogprob] = (),
+    ) -> None:
+        route, cached = request.route, request.cached_tokens
         self._outputs.append(
-            Output(
-                request.id,
-                b"" if token is None else pack_u32([token]),
-                reason,
-                request.route,
-                request.cached_tokens,
-                [] if logprob is None else [logprob],
-            )
+            Output(request.id, tokens, reason, route, cached, list(logprobs), choice, list(prompt))
         )
 
     def _fail(self, request: Request, status: int, reason: str, retry_after_s: float | None) -> None:
         self._requests.pop(request.id, None)
+        if request.phase == "decoding":
+            # Its other choices, if it has any.
+            self.engine.abort(request.id)
         self._counters["requests_failed"] += 1
         # What it has emitted in this turn goes out first.
         self._flush()

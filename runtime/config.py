@@ -17,15 +17,18 @@ from urllib.parse import urlsplit
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
+    "Attention",
     "LaunchConfig",
     "child_environment",
     "environment",
     "is_loopback",
+    "keep_compiled_attention",
     "rank_environment",
     "ucx_overrides",
 ]
 
 Role = Literal["pe", "ce", "single"]
+Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
 
 
@@ -75,6 +78,9 @@ class LaunchConfig:
     )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting("cpu", "cpu")
+    attention: Literal["auto", "flashinfer", "torch"] = _setting(
+        "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
+    )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
@@ -84,6 +90,30 @@ class LaunchConfig:
     )
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
+    )
+    chat_template: str | None = _setting(None, "file with a chat template to use instead of the model's own")
+    trust_remote_code: bool = _setting(
+        False, "run the Python code with which some models render prompts; it comes with the weights"
+    )
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "deepseek_v3",
+        "deepseek_v32",
+    ] = _setting("auto", "how the model writes tool calls (auto: by its chat template)")
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] = _setting(
+        "auto", "how the model marks its thinking (auto: by its chat template)"
+    )
+    tokenizer_backend: Literal["auto", "hf", "fastokens"] = _setting(
+        "auto", "hf, fastokens (several times faster), or fastokens where it is installed (auto)"
+    )
+    tokenizer_verify_rate: float = _setting(
+        0.01, "share of texts that fastokens and hf both tokenise; a difference ends the use of fastokens"
     )
     lane: Literal["auto", "shm", "put"] = _setting(
         "auto", "how pages travel (shared memory, UCX put, or the best of both)"
@@ -122,6 +152,19 @@ class LaunchConfig:
         None, "which UCX: wheel, system, or a folder (default: KVRAIL_UCX, else wheel)"
     )
     max_queue: int = _setting(256, "requests that may wait; beyond it 429")
+    max_prompt_tokens: int | None = _setting(
+        None, "longest prompt (default: as much as --max-model-len leaves room for)"
+    )
+    max_body_mb: float = _setting(32.0, "largest body of a request in MiB; beyond it 413")
+    request_timeout_s: float | None = _setting(
+        None, "seconds that a request may take, waiting included; beyond it 504 (default: any time)"
+    )
+    cors_origin: tuple[str, ...] = _setting(
+        (), "origin whose pages may call this server from a browser, or *; may be given several times"
+    )
+    access_log: Literal["json", "none"] = _setting(
+        "json", "one line of JSON for each HTTP request, without any of its text (json), or none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
 
     def __post_init__(self) -> None:
@@ -162,10 +205,20 @@ class LaunchConfig:
             "--hicache-size-gb is for --role pe and single: a ce keeps prefixes in its own page pool",
         )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
+        _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
         _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _require(self.max_queue >= 0, "--max-queue must be at least 0")
+        _require(
+            self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
+            "--max-prompt-tokens must be at least 1",
+        )
+        _require(0 < self.max_body_mb <= 4096, "--max-body-mb must be above 0 and at most 4096")
+        _require(
+            self.request_timeout_s is None or 0 < self.request_timeout_s <= 86400 * 7,
+            "--request-timeout-s must be above 0 and at most a week",
+        )
         _require(self.local_prefill_max_tokens >= 0, "--local-prefill-max-tokens must be at least 0")
         _require(
             self.spin_us is None or 0 <= self.spin_us <= 10**6, "--spin-us must be between 0 and 1000000"
@@ -183,6 +236,10 @@ class LaunchConfig:
             f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
         _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
+        _require(
+            self.attention in ("auto", "flashinfer", "torch"),
+            f"--attention {self.attention}: must be auto, flashinfer or torch",
+        )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
@@ -298,6 +355,14 @@ def rank_environment() -> dict[str, str]:
     if os.environ.get("OMP_WAIT_POLICY"):
         return child_environment()
     return child_environment(GOMP_SPINCOUNT="2000")
+
+
+def keep_compiled_attention(folder: Path) -> None:
+    """Have FlashInfer keep the kernels that it compiles under `folder`, unless the user has said where.
+
+    Works until FlashInfer is imported: it reads the variable then.
+    """
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
 
 
 def ucx_overrides() -> dict[str, str]:

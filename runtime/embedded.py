@@ -4,42 +4,52 @@
 A sequence is waiting (no pages), running (pages for all its tokens; prefilling or decoding), or held (a finished
 prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
 computed again later; a prefill-only sequence never does, because its pages may be on their way already.
+
+Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over shared pages. On a GPU
+a step that samples nothing returns while its work is still queued.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.kernels.attention import Slice
+from kvrail.runtime.batch import Batch, Drawn
+from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest, TooLong
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
-from kvrail.runtime.sampler import sample
+from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
+from kvrail.runtime.sequence_memory import SequenceMemory
 from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
 
+_log = logging.getLogger(__name__)
+# Tokens of a prompt in a step when the logits of all of them are wanted.
+_LOGITS_CHUNK = 128
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 
 
 class EmbeddedEngine:
-    """Implements engine_protocol.Engine on one CPU.
+    """Implements engine_protocol.Engine on one CPU or GPU: the model's.
 
-    `memory` is a writable buffer of at least pool.pages * layout.page_bytes bytes; it must outlive the engine. So must
-    `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with sliding-window layers need.
-    `max_model_len` is cut to what the model and the pool can hold.
+    `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
+    outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
+    sliding-window layers need. `max_model_len` is cut to what the model and the pool can hold.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class EmbeddedEngine:
         host_cache: HostPrefixCache | None = None,
     ) -> None:
         self.layout = model.layout
+        self.vocab_size = model.vocab_size
         if bool(self.layout.state_bytes) != bool(pool.state_slots and state_memory is not None):
             raise ValueError(
                 f"{pool.state_slots} state slots for a model with {self.layout.state_bytes} bytes of state"
@@ -64,12 +75,21 @@ class EmbeddedEngine:
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
-        self._memory = pool_tensor(memory, pool.pages, self.layout)
+        self._compute = Compute(model.device)
+        self._memory = SequenceMemory(
+            pool,
+            self.layout,
+            pool_tensor(memory, pool.pages, self.layout),
+            ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None,
+            self._compute,
+            PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
+        )
+        self._prefixes = self._memory.prefixes
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
-        self._rings = ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None
-        self._prefixes = PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache)
         self._sequences: dict[str, EngineSequence] = {}
+        # The live choices of each request for several, once its prompt is computed.
+        self._families: dict[str, list[EngineSequence]] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
         self._outputs: list[StepOutput] = []
@@ -88,7 +108,7 @@ class EmbeddedEngine:
         cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
-        self._check_prompt(sequence_id, tokens)
+        self._check(sequence_id, tokens, sampling)
         self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache))
 
     def resume(
@@ -97,14 +117,19 @@ class EmbeddedEngine:
         tokens: npt.NDArray[np.uint32],
         sampling: Sampling,
         *,
-        first_token: int,
+        first_tokens: Mapping[int, int],
         cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
-        self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,), cache=cache)
-        if not self._finished_before(sequence):
-            self._queue(sequence)
+        self._check(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache)
+        if sequence.to_branch:
+            sequence.firsts = first_tokens
+        else:
+            sequence.append(first_tokens[0])
+            if self._finished_before(sequence):
+                return
+        self._queue(sequence)
 
     def adopt(
         self,
@@ -113,45 +138,38 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         owner: str,
-        first_token: int,
+        first_tokens: Mapping[int, int],
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
-        self._check_prompt(sequence_id, tokens)
-        sequence = EngineSequence(sequence_id, tokens, sampling, emitted=(first_token,), cache=cache)
+        self._check(sequence_id, tokens, sampling)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache)
         sequence.cached_tokens = cached_tokens
-        shared = self._pool.reads_of(owner)
-        pages = shared + self._pool.pages_of(owner)
-        if len(pages) != self.layout.pages_for(len(tokens)):
-            raise ValueError(f"{owner} holds {len(pages)} pages, not those of {len(tokens)} tokens")
-        slot = self._pool.state_slot_of(owner)
-        if (slot >= 0) != (self._rings is not None):
-            raise ValueError(f"{owner} holds state slot {slot}; states have {self.layout.state_bytes} bytes")
-        self._pool.rename(owner, sequence_id)
-        sequence.placed, sequence.pages, sequence.state_slot = True, pages, slot
-        sequence.computed, sequence.indexed = len(tokens), len(shared)
-        # Whatever else came with the last page or the ring must not reach attention, not even times zero. (A last
-        # page that others read is full: nothing is left over in it.)
-        used = len(tokens) % self.layout.page_tokens
-        if used and pages:
-            self._memory[pages[-1], :, :, used:] = 0
-        if self._rings is not None:
-            self._rings[slot, :, :, len(tokens) :] = 0
-        if self._finished_before(sequence):
-            self._pool.release(sequence_id)
-            return
+        self._memory.adopt(sequence, owner)
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
         self._prefixes.index(sequence)
+        if sequence.to_branch:
+            self._branch(sequence, first_tokens)
+        else:
+            sequence.append(first_tokens[0])
+            if self._finished_before(sequence):
+                self._drop(sequence)
 
-    def abort(self, sequence_id: str) -> None:
-        """Drop a sequence in any state and free its pages; unknown ids are ignored."""
+    def abort(self, sequence_id: str, choice: int | None = None) -> None:
+        """Drop a sequence in any state and free its pages, or drop one choice; unknown ids are ignored."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is not None:
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
-            self._drop(sequence)
+        if sequence is not None and sequence.to_branch and choice is not None:
+            sequence.closed.add(choice)
+            if len(sequence.closed) < sequence.sampling.n:
+                return
+        family = [sequence] if sequence is not None else list(self._families.get(sequence_id, ()))
+        for one in family:
+            if choice is None or one.to_branch or one.choice == choice:
+                if one in self._waiting:
+                    self._waiting.remove(one)
+                self._drop(one)
 
     def release(self, sequence_id: str) -> None:
         """Free the pages of a finished prefill-only sequence; the same as `abort` for any other."""
@@ -160,9 +178,8 @@ class EmbeddedEngine:
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence (waiting, running, or held after prefill only)."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            return None
-        return sequence.state._replace(host_pages=self._prefixes.host_pages(sequence_id))
+        host_pages = self._prefixes.host_pages(sequence_id)
+        return None if sequence is None else sequence.state._replace(host_pages=host_pages)
 
     def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
         """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
@@ -174,9 +191,12 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
-        self._prefixes.close()
-        self._memory = torch.empty(0)
-        self._rings = None
+        self._memory.close()
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None on a CPU."""
+        return self._compute.stream
 
     @property
     def has_work(self) -> bool:
@@ -195,8 +215,12 @@ class EmbeddedEngine:
         """Run one batch and tell what it did for each sequence in it."""
         self._prefixes.poll()
         self._admit()
-        ready = [Pending(s.sequence_id, s.remaining) for s in self._loaded()]
-        turns = self._with_pages(plan_step(ready, token_budget=self._token_budget))
+        ready, faulty = self._prefixes.ready(self._running)
+        for sequence, fault in faulty:
+            self._fail(sequence, f"pages of the host cache could not be copied: {fault}")
+        pending = [Pending(s.sequence_id, s.remaining) for s in ready]
+        turns = self._with_pages(plan_step(pending, token_budget=self._token_budget))
+        turns = [self._cut(turn) for turn in turns]
         if turns:
             self._run(turns)
         elif not self._outputs:
@@ -206,8 +230,9 @@ class EmbeddedEngine:
 
     # --- queue ----------------------------------------------------------------------------------------------------
 
-    def _check_prompt(self, sequence_id: str, tokens: npt.NDArray[np.uint32]) -> None:
-        if sequence_id in self._sequences:
+    def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
+        check_sampling(sampling, self.vocab_size)
+        if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
         if len(tokens) == 0:
             raise BadRequest("the prompt is empty", param="prompt")
@@ -217,8 +242,8 @@ class EmbeddedEngine:
                 f"(max_model_len {self.max_model_len}, and one token of answer)",
                 param="prompt",
             )
-        if int(tokens.max()) >= self._model.vocab_size:
-            raise BadRequest(f"token ids must be below {self._model.vocab_size}", param="prompt")
+        if int(tokens.max()) >= self.vocab_size:
+            raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
 
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
@@ -231,6 +256,34 @@ class EmbeddedEngine:
         if reason is not None:
             self._outputs.append(sequence.output(finish_reason=reason))
         return reason is not None
+
+    def _branch(self, parent: EngineSequence, firsts: Mapping[int, int]) -> None:
+        """The prompt is computed: go on with one sequence for each choice, over the same pages.
+
+        A choice for which there is no seat or page waits, and is computed anew, like a preempted one.
+        """
+        going: list[EngineSequence] = []
+        for one in parent.branch(firsts):
+            if not self._finished_before(one):
+                going.append(one)
+                self._sequences[one.sequence_id] = one
+        del self._sequences[parent.sequence_id]
+        place = self._running.index(parent)
+        self._running.remove(parent)
+        if not going:
+            self._memory.release(parent)
+            return
+        self._families[parent.request_id] = list(going)
+        started, late = going[:1], list[EngineSequence]()
+        for one in going[1:]:
+            seats = self._max_num_seqs - len(self._running) - len(started)
+            (started if seats > 0 and self._memory.share(parent, one) else late).append(one)
+        self._memory.inherit(parent, going[0])
+        self._running[place:place] = started
+        for one in late:
+            one.restart()
+        self._waiting.extendleft(reversed(late))
+        self._stuck = None
 
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
@@ -245,7 +298,9 @@ class EmbeddedEngine:
             budget = max(budget, LEAST_CHUNK)
         while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
             sequence = self._waiting[0]
-            if not self._place(sequence):
+            # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
+            reserve = sum(not s.prefill_only for s in self._running)
+            if not self._memory.place(sequence, reserve):
                 if self._hopeless():
                     self._waiting.popleft()
                     self._fail(
@@ -257,59 +312,9 @@ class EmbeddedEngine:
             self._waiting.popleft()
             self._running.append(sequence)
             budget -= sequence.remaining
-
-    def _place(self, sequence: EngineSequence) -> bool:
-        """A state slot if there are any, and pages for all tokens so far: cached ones for the longest known prefix,
-        new ones for the rest.
-        """
-        if self._rings is not None and not self._pool.free_states:
-            return False
-        cached, found = self._prefixes.match(sequence)
-        missing = self.layout.pages_for(len(sequence.tokens)) - len(cached)
-        # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
-        if missing and missing > self._pool.available - sum(not s.prefill_only for s in self._running):
-            self._prefixes.release(sequence.sequence_id)
-            return False
-        loaded = found - len(cached)
-        sequence.pages = cached + self._new_pages(sequence, missing, loaded)
-        sequence.state_slot = self._new_slot(sequence)
-        sequence.placed = True
-        sequence.indexed = len(cached)
-        sequence.computed = found * self.layout.page_tokens
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-        self._prefixes.load(sequence, sequence.pages[len(cached) : found])
-        if loaded and sequence.prefill_only:
-            # Whoever pushes them need not wait until they are in the pool as well.
-            self._outputs.append(sequence.output())
-        return True
-
-    def _new_pages(self, sequence: EngineSequence, count: int, loaded: int = 0) -> list[int]:
-        """`count` pages; the first `loaded` are about to be overwritten whole."""
-        pages = self._pool.allocate(sequence.sequence_id, count)
-        if not pages:
-            return pages
-        # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
-        self._memory.index_fill_(0, torch.tensor(pages[loaded:], dtype=torch.int64), 0)
-        return pages
-
-    def _loaded(self) -> list[EngineSequence]:
-        """Who can run: sequences that are not just being copied in. What came from the host is shared from here on."""
-        if not self._prefixes.loads:
-            return self._running
-        for sequence in list(self._running):
-            if not self._prefixes.loading(sequence) and (fault := self._prefixes.fault(sequence)):
-                self._fail(sequence, f"pages of the host cache could not be copied: {fault}")
-        ready = [sequence for sequence in self._running if not self._prefixes.loading(sequence)]
-        for sequence in ready:
-            self._prefixes.index(sequence)
-        return ready
-
-    def _new_slot(self, sequence: EngineSequence) -> int:
-        slot = self._pool.allocate_state(sequence.sequence_id)
-        if self._rings is not None:
-            self._rings[slot] = 0
-        return slot
+            if sequence.prefill_only and self._prefixes.host_pages(sequence.sequence_id):
+                # Whoever pushes them need not wait until they are in the pool as well.
+                self._outputs.append(sequence.output())
 
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
@@ -326,9 +331,8 @@ class EmbeddedEngine:
         """The turns that have pages for their tokens, after growth and, where it must be, preemption."""
         for turn in turns:
             while (sequence := self._sequences[turn.sequence_id]).placed:
-                missing = self.layout.pages_for(sequence.computed + turn.tokens) - len(sequence.pages)
                 try:
-                    sequence.pages += self._new_pages(sequence, missing) if missing > 0 else []
+                    self._memory.grow(sequence, sequence.computed + turn.tokens)
                     break
                 except NoPages:
                     self._preempt_one()
@@ -341,46 +345,89 @@ class EmbeddedEngine:
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
-        self._prefixes.release(chosen)
+        self._memory.release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 
+    def _cut(self, turn: Turn) -> Turn:
+        """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""
+        sequence = self._sequences[turn.sequence_id]
+        most = min(turn.tokens, _LOGITS_CHUNK) if sequence.wants_prompt_logprobs else turn.tokens
+        return turn._replace(tokens=self._prefixes.chunk(sequence, most))
+
     def _run(self, turns: list[Turn]) -> None:
-        batch = [self._sequences[turn.sequence_id] for turn in turns]
-        counts = [self._prefixes.chunk(s, turn.tokens) for s, turn in zip(batch, turns, strict=True)]
-        tokens: list[int] = []
-        slices: list[Slice] = []
-        wanted: list[int] = []
-        sampled: list[EngineSequence] = []
-        for sequence, count in zip(batch, counts, strict=True):
-            tokens += sequence.tokens[sequence.computed : sequence.computed + count]
-            slices.append(Slice(sequence.pages, sequence.computed, count, sequence.state_slot))
-            if count == sequence.remaining:
-                wanted.append(len(tokens) - 1)
-                sampled.append(sequence)
-        logits = self._model.forward(self._memory, np.asarray(tokens), slices, wanted, self._rings)
-        for sequence, count in zip(batch, counts, strict=True):
-            sequence.computed += count
+        parts = [(self._sequences[turn.sequence_id], turn.tokens) for turn in turns]
+        batch = Batch(parts)
+        before = [sequence.computed for sequence, _ in parts]
+        try:
+            with self._compute.queue() as number:
+                for sequence, _ in parts:
+                    sequence.queued = number
+                logits = self._model.forward(
+                    self._memory.pages,
+                    np.asarray(batch.tokens),
+                    batch.slices,
+                    batch.wanted,
+                    self._memory.rings,
+                )
+                for sequence, count in parts:
+                    sequence.computed += count
+                drawn = batch.draw(logits)
+                noted = batch.prompt_logprobs(logits)
+        except torch.OutOfMemoryError:
+            for (sequence, _), computed in zip(parts, before, strict=True):
+                sequence.computed = computed
+            self._shrink(parts)
+            return
+        # Whatever came back was behind all of it.
+        if noted or any(found for _, found in drawn):
+            self._compute.waited()
+        else:
+            self._compute.pace()
+        for sequence, logprobs in noted:
+            self._outputs.append(sequence.output(prompt_logprobs=logprobs))
+        for sequence, _ in parts:
             self._prefixes.index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
-        if sampled:
-            # The position of a token is the number of tokens before it, wherever those were computed.
-            drawn = sample(logits, [(s.sampling, len(s.tokens)) for s in sampled])
-            for sequence, choice in zip(sampled, drawn, strict=True):
-                if choice is None:
-                    self._fail(sequence, "the model gave logits that are not numbers")
-                else:
-                    self._emit(sequence, *choice)
+        for sequence, found in drawn:
+            if isinstance(found, str):
+                self._fail(sequence, found)
+            elif sequence.firsts is not None:
+                self._branch(sequence, sequence.firsts)
+            else:
+                self._emit(sequence, found)
 
-    def _emit(self, sequence: EngineSequence, token: int, logprob: Any) -> None:
-        sequence.tokens.append(token)
-        sequence.emitted += 1
-        reason = sequence.finish_reason(self.max_model_len)
-        self._outputs.append(sequence.output(token, reason, logprob))
+    def _shrink(self, parts: list[tuple[EngineSequence, int]]) -> None:
+        """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
+
+        Nothing has been counted as computed, so the same tokens come again.
+        """
+        torch.cuda.empty_cache()
+        counts = [count for _, count in parts]
+        remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
+        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
+            self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
+            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+        else:
+            _log.error("%s (the youngest sequence of the batch fails)", told)
+            self._fail(parts[-1][0], told)
+
+    def _emit(self, sequence: EngineSequence, drawn: list[Drawn]) -> None:
+        """Tell the next token of the sequence, or the first ones of its choices."""
+        going: dict[int, int] = {}
+        for choice, token, logprob in drawn:
+            choice.append(token)
+            reason = choice.finish_reason(self.max_model_len)
+            self._outputs.append(choice.output(token, reason, logprob))
+            if reason is None:
+                going[choice.choice] = token
         if sequence.prefill_only:
             self._running.remove(sequence)
-        elif reason is not None:
+        elif sequence.to_branch:
+            self._branch(sequence, going)
+        elif not going:
             self._drop(sequence)
 
     def _fail(self, sequence: EngineSequence, why: str) -> None:
@@ -392,6 +439,11 @@ class EmbeddedEngine:
 
     def _drop(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence.sequence_id]
+        family = self._families.get(sequence.request_id, [])
+        if sequence in family:
+            family.remove(sequence)
+            if not family:
+                del self._families[sequence.request_id]
         if sequence in self._running:
             self._running.remove(sequence)
-        self._prefixes.release(sequence.sequence_id)
+        self._memory.release(sequence)

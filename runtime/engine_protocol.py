@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,13 +18,16 @@ __all__ = ["Engine", "SequenceState", "StepOutput"]
 
 
 class StepOutput(NamedTuple):
-    """What one step did for one sequence.
+    """What one step did for one sequence, or for one choice of a request for several (Sampling.n).
 
     `computed`: prompt tokens whose KV now stands in the sequence's pages. `token`: the token sampled in this
     step, or None (a prefill chunk that was not the last). After `finish_reason` is set the engine holds no
     pages of the sequence any more, except for a prefill-only sequence: see Engine.add. A prefill-only sequence
     is done when `token` (or a finish reason) is set; its finish reason is the one that the whole request ends
     with at token 1, or None when it goes on elsewhere. `error` says why when `finish_reason` is "abort".
+
+    A request for several choices gives all its first tokens in one step, in order. An "abort" ends all of them when
+    no first token is out yet. `prompt_logprobs`: see Sampling; those of the tokens that this step computed.
     """
 
     sequence_id: str
@@ -33,6 +37,8 @@ class StepOutput(NamedTuple):
     cached_tokens: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    choice: int = 0
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 class SequenceState(NamedTuple):
@@ -56,6 +62,12 @@ class Engine(Protocol):
 
     layout: PageLayout
     max_model_len: int
+    # Token ids are below this.
+    vocab_size: int
+
+    @property
+    def stream(self) -> int | None:
+        """Address of the CUDA stream on which KV is written; None when KV is there as soon as `step` returns."""
 
     def add(
         self,
@@ -80,15 +92,15 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         owner: str,
-        first_token: int,
+        first_tokens: Mapping[int, int],
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
     ) -> None:
         """Decode a sequence whose prompt KV stands complete in the pages that the pool holds for `owner`.
 
-        First the shared pages that it reads, then those that it writes, each in token order. The engine takes over
-        the pages (PagePool owner becomes `sequence_id`). `first_token` was sampled
-        elsewhere and has been emitted already. Goes straight into the running batch.
+        First the shared pages that it reads, then those that it writes, each in token order. The engine takes over the
+        pages. `first_tokens` were sampled elsewhere and have been emitted already: one for each choice that goes on (at
+        least one). Goes straight into the running batch.
         """
 
     def resume(
@@ -97,13 +109,13 @@ class Engine(Protocol):
         tokens: npt.NDArray[np.uint32],
         sampling: Sampling,
         *,
-        first_token: int,
+        first_tokens: Mapping[int, int],
         cache: CacheUse = CACHE_USED,
     ) -> None:
         """The fallback of a lost prefill whose first token is out: prefill prompt + token 1, sample from token 2."""
 
-    def abort(self, sequence_id: str) -> None:
-        """Drop a sequence in any state and free its pages; unknown ids are ignored."""
+    def abort(self, sequence_id: str, choice: int | None = None) -> None:
+        """Drop a sequence in any state and free its pages, or drop one choice; unknown ids are ignored."""
 
     def release(self, sequence_id: str) -> None:
         """Free the pages of a finished prefill-only sequence (its pushes are locally complete)."""
@@ -118,7 +130,11 @@ class Engine(Protocol):
         """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
 
     def step(self) -> list[StepOutput]:
-        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault."""
+        """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault.
+
+        Where there is a `stream`, a step that sampled nothing may return before its KV is written: whoever pushes
+        pages orders that behind the stream. Pages that go back to the pool have nothing queued on them.
+        """
 
     @property
     def has_work(self) -> bool:

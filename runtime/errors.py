@@ -6,6 +6,7 @@ RuntimeFault(status, type)
 ├── TooLong           400  prompt (plus max_tokens) exceeds the model's length
 ├── Overloaded        429  queue full; carries retry_after_s
 ├── Unavailable       503  no engine can take it now; carries retry_after_s
+├── TimedOut          504  it took longer than --request-timeout-s
 ├── Cancelled         499  the client went away (never sent)
 └── EngineFailed      500  the engine failed this request
 ConfigError           (not HTTP) a setting is wrong; the process does not start
@@ -20,6 +21,7 @@ __all__ = [
     "EngineFailed",
     "Overloaded",
     "RuntimeFault",
+    "TimedOut",
     "TooLong",
     "Unavailable",
     "fault_of",
@@ -60,6 +62,11 @@ class Overloaded(RuntimeFault):
 class Unavailable(RuntimeFault):
     status = 503
     kind = "service_unavailable"
+
+
+class TimedOut(RuntimeFault):
+    status = 504
+    kind = "timeout_error"
 
 
 class Cancelled(RuntimeFault):

@@ -44,6 +44,12 @@ def build_host_cache(
     gib = config.resolved_hicache_size_gb
     if not gib:
         return None
+    if pools.pages.memory != "host":
+        if config.hicache_size_gb is None:
+            return None
+        raise ConfigError(
+            "--hicache-size-gb: pages in GPU memory cannot be kept in a host cache in this version"
+        )
     pages, state_slots = _sizes(config, layout, int(gib * _GIB))
     slots = _chunks(context, pages, layout.page_bytes, "host cache", memory) if layout.layers else None
     states = None

@@ -47,16 +47,30 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one request, with every default resolved. `seed` is always set (drawn by the front if absent)."""
+    """How to sample one request, with every default resolved. `seed` is always set (drawn by the front if absent).
+
+    `n` answers ("choices") share one prompt; each has a seed of its own, made of `seed` and its number.
+    """
 
     max_tokens: int
     seed: int
+    n: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    # Token ids that end the answer (EOS ids are added by the front unless ignore_eos).
+    # A share of the likeliest token's probability, below which tokens are never drawn.
+    min_p: float = 0.0
+    # Of tokens in the answer so far; the repetition penalty counts those of the prompt, too.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = []
+    # Token ids that end the answer (EOS ids are added by the front unless ignore_eos), from `min_tokens` on.
     stop_token_ids: list[int] = []
+    min_tokens: int = 0
+    # How many of the likeliest tokens to tell beside each token of the answer, and of the prompt.
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,8 +124,11 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Drop a request, or only one of its choices (which the front has ended: a stop string)."""
+
     request_id: str
     reason: str = "cancelled by the client"
+    choice: int | None = None
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_failed"):
@@ -175,7 +192,10 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request. `route` says where its prompt was prefilled."""
+    """New tokens of one choice of a request. `route` says where its prompt was prefilled.
+
+    `prompt_logprobs`: those of the next tokens of the prompt, which come before the first token of the answer.
+    """
 
     request_id: str
     tokens: bytes
@@ -183,6 +203,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     route: Literal["remote", "local"]
     cached_tokens: int
     logprobs: list[TokenLogprob] = []
+    choice: int = 0
+    prompt_logprobs: list[TokenLogprob] = []
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):

@@ -3,7 +3,7 @@
 
 The model's own forward runs unchanged; its attention arrives in `_paged_attention` through the attention-function
 registry, with this step's plan as an extra keyword. Matrix products are replaced by quicker ones with the same
-meaning where this CPU needs it. A self-check at load compares the result with the untouched model.
+meaning where a CPU needs it, norms on a GPU. A self-check at load compares the result with the untouched model.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvrail.kernels.attention import Slice, StepPlan
+from kvrail.kernels.attention import AttentionPlan, Planner, Slice, StepPlan
+from kvrail.kernels.flashinfer_attention import AttentionUnavailable, FlashInferAttention
+from kvrail.kernels.fused import fuse_norms
 from kvrail.kernels.linear import activation_dtype, swap_modules
+from kvrail.kernels.upload import upload
 from kvrail.runtime.architectures import layer_windows, shrunk_window
-from kvrail.runtime.checkpoint import Checkpoint, Progress
+from kvrail.runtime.checkpoint import Checkpoint, Progress, cache_dir
+from kvrail.runtime.config import Attention, keep_compiled_attention
+from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
@@ -44,7 +49,7 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    plan: StepPlan,
+    plan: AttentionPlan,
     places: Sequence[int],
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,18 +75,26 @@ def _paged_attention(
 
 
 def pool_tensor(memory: Any, pages: int, layout: PageLayout) -> torch.Tensor:
-    """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over any writable buffer, without a copy."""
+    """The pool [pages, layers, 2, page_tokens, kv_heads, head_dim] over `memory`, without a copy.
+
+    `memory` is any writable buffer, or (GPU memory) an object with `__cuda_array_interface__` of bytes.
+    """
     return _tensor(memory, (pages, *layout.shape), layout)
 
 
 def ring_tensor(memory: Any, slots: int, layout: PageLayout) -> torch.Tensor:
-    """State slots [slots, window_layers, 2, window, kv_heads, head_dim] over any writable buffer, without a copy."""
+    """State slots [slots, window_layers, 2, window, kv_heads, head_dim], as pool_tensor."""
     return _tensor(memory, (slots, *layout.ring_shape), layout)
 
 
 def _tensor(memory: Any, shape: tuple[int, ...], layout: PageLayout) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     count = math.prod(shape)
+    if hasattr(memory, "__cuda_array_interface__"):
+        bytes_of = torch.as_tensor(memory)
+        if bytes_of.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+            raise ValueError("this GPU memory cannot be used without a copy")
+        return bytes_of[: count * dtype.itemsize].view(dtype).view(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
@@ -90,7 +103,14 @@ def _tensor(memory: Any, shape: tuple[int, ...], layout: PageLayout) -> torch.Te
 class PagedModel:
     """A loaded model. `layout` is the page geometry that its pool must have; `arithmetic` says how it computes."""
 
-    def __init__(self, model: Any, layout: PageLayout) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layout: PageLayout,
+        attention: Attention = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        """Take over `model`, which lies on the device that it is to compute on."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, _paged_attention)
@@ -103,37 +123,48 @@ class PagedModel:
         self._model: Any = model
         self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
+        self.device: torch.device = model.device
         dtype = getattr(torch, layout.dtype)
-        self._activations = activation_dtype(dtype)
-        self.arithmetic = swap_modules(self._model, dtype)
+        planner, name = _attention(attention, self.device, layout, model.config, progress)
+        self._plan: Planner = planner
+        if self.device.type == "cpu":
+            self._activations = activation_dtype(dtype)
+            self.arithmetic = swap_modules(self._model, dtype)
+        else:
+            self._activations = dtype
+            # Equality with a CPU, and of two engines, is promised in float32: no sums of 10-bit mantissas.
+            torch.set_float32_matmul_precision("highest")
+            fuse_norms(self._model)
+            self.arithmetic = f"{layout.dtype} on {device_name(self.device)}, {name}"
         _log.info("arithmetic: %s", self.arithmetic)
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, dtype: str, page_tokens: int, progress: Progress | None = None
+        cls,
+        checkpoint: Checkpoint,
+        dtype: str,
+        page_tokens: int,
+        progress: Progress | None = None,
+        *,
+        device: str = "cpu",
+        attention: Attention = "auto",
     ) -> PagedModel:
         """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-
         layout = checkpoint.layout(dtype, page_tokens)
+        place = open_device(device)
         if progress:
             progress("loading the weights", 0.0)
-        # Progress is the caller's to show.
-        disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder, dtype=getattr(torch, layout.dtype), attn_implementation="eager"
-            ).eval()
-        except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
-        if progress:
-            progress("checking the model", 0.8)
-        with shrunk_window(model, _CHECK_WINDOW):
-            expected = _own_logits(model, _check_prompts(model))
-            paged = cls(model, layout)
-            paged._check(expected)
+            model = _load_weights(checkpoint, layout.dtype).to(place)
+            if progress:
+                progress("checking the model", 0.8)
+            with shrunk_window(model, _CHECK_WINDOW):
+                expected = _own_logits(model, _check_prompts(model))
+                paged = cls(model, layout, attention, progress)
+                paged._check(expected)
+        except torch.OutOfMemoryError as error:
+            remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
+            raise ConfigError(out_of_memory(place, "loading the model", remedy)) from error
         if progress:
             progress("ready", 1.0)
         return paged
@@ -152,13 +183,14 @@ class PagedModel:
         models with sliding-window layers.
         """
         with torch.inference_mode():
-            plan = StepPlan(pool, slices, self._activations, rings)
+            plan = self._plan(pool, slices, self._activations, rings)
+            ids, kept = upload(pool.device, (tokens.astype(np.int64), np.asarray(wanted, dtype=np.int64)))
             logits: torch.Tensor = self._model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+                input_ids=ids[None],
                 position_ids=plan.positions[None],
                 attention_mask=None,
                 use_cache=False,
-                logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
+                logits_to_keep=kept,
                 plan=plan,
                 places=self._places,
             ).logits[0]
@@ -175,9 +207,9 @@ class PagedModel:
         tables = [[3, 1], [2]]
         window = min(self.layout.window, _CHECK_WINDOW)
         small = msgspec.structs.replace(self.layout, page_tokens=page_tokens, window=window)
-        dtype = getattr(torch, self.layout.dtype)
-        pool = torch.zeros(4, *small.shape, dtype=dtype)
-        rings = torch.zeros(3, *small.ring_shape, dtype=dtype) if small.window_layers else None
+        like = torch.empty(0, dtype=getattr(torch, self.layout.dtype), device=self.device)
+        pool = like.new_zeros(4, *small.shape)
+        rings = like.new_zeros(3, *small.ring_shape) if small.window_layers else None
         done = [0, 0]
         for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
             active = [i for i in range(2) if counts[i]]
@@ -209,7 +241,49 @@ def _own_logits(model: Any, prompts: list[np.ndarray[Any, Any]]) -> torch.Tensor
     """Logits behind each prompt by the unchanged model, one whole sequence at a time."""
     with torch.inference_mode():
         rows = [
-            model(input_ids=torch.from_numpy(prompt)[None], use_cache=False, logits_to_keep=1).logits[0, -1]
-            for prompt in prompts
+            model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+            for ids in upload(model.device, prompts)
         ]
         return torch.stack(rows).float()
+
+
+def _load_weights(checkpoint: Checkpoint, dtype: str) -> Any:
+    """The model as transformers has it, in host memory."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    # Progress is the caller's to show.
+    disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
+
+
+def _attention(
+    wanted: Attention, device: torch.device, layout: PageLayout, config: Any, progress: Progress | None
+) -> tuple[Planner, str]:
+    """How attention is planned, and its name. Raises ConfigError when `wanted` cannot be had."""
+    if wanted == "torch" or (wanted == "auto" and device.type == "cpu"):
+        return StepPlan, "torch attention"
+    keep_compiled_attention(cache_dir())
+    try:
+        found = FlashInferAttention(
+            device,
+            heads=config.num_attention_heads,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=getattr(torch, layout.dtype),
+        )
+        if not found.compiled and progress:
+            progress("compiling attention kernels (about half a minute, once)", 0.8)
+        found.compile()
+    except AttentionUnavailable as error:
+        if wanted == "flashinfer":
+            raise ConfigError(f"--attention flashinfer: {error}") from error
+        _log.warning("attention is torch's own, which is much slower in 16 bits: %s", error)
+        return StepPlan, "torch attention"
+    return found.plan, "FlashInfer attention"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import BadRequest, RuntimeFault
+from kvrail.runtime.handing_over import hand_off_record
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
@@ -53,7 +54,7 @@ from kvrail.transfer.tickets import (
     StartPrefill,
     StopWriter,
 )
-from kvrail.transfer.wire import Beat, HandOff, encode, unpack_u32
+from kvrail.transfer.wire import Beat, encode, unpack_u32
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -164,9 +165,10 @@ class Prefilling:
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
         """The model has run one step: push what became final, send first tokens ahead."""
-        for output in outputs:
+        for place, output in enumerate(outputs):
             call = self._calls.get(output.sequence_id)
-            if call is None:
+            if call is None or output.choice:
+                # (The first tokens of other choices stand behind that of the first one.)
                 continue
             ticket = call.call.ticket
             if output.finish_reason == "abort":
@@ -176,9 +178,11 @@ class Prefilling:
                 self._counters["prompt_tokens"] += len(call.tokens)
                 self._counters["cached_tokens"] += output.cached_tokens
                 self._counters["first_tokens"] += 1
+                sampling = call.call.sampling
+                hand_off = hand_off_record(sampling, len(call.tokens), outputs[place : place + sampling.n])
                 # Ahead of the last pages: the user need not wait for them.
-                self._sender.first_token(now, ticket, _hand_off(call, output))
-                if output.finish_reason is not None:
+                self._sender.first_token(now, ticket, hand_off)
+                if hand_off.ended:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
@@ -312,15 +316,3 @@ class Prefilling:
         return rank_stats(
             steps, gauges, self._counters, self._sender.counters, self._cache, self._board.counters()
         )
-
-
-def _hand_off(call: _Call, output: StepOutput) -> HandOff:
-    assert output.token is not None
-    return HandOff(
-        first_token=output.token,
-        finish_reason=output.finish_reason,
-        logprob=output.logprob,
-        seed=call.call.sampling.seed,
-        next_position=len(call.tokens) + 1,
-        cached_tokens=output.cached_tokens,
-    )

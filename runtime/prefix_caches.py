@@ -52,7 +52,7 @@ class PrefixCaches:
         At least one token is left to compute: something must give the next token's logits. `load` or `release`
         must follow.
         """
-        if not self._used(sequence):
+        if not self._used(sequence) or sequence.wants_prompt_logprobs:
             return [], 0
         keys = self._keys(sequence, (len(sequence.tokens) - 1) // self._page_tokens)
         pages = self._pool.match(sequence.sequence_id, keys)
@@ -70,18 +70,25 @@ class PrefixCaches:
         if self._host is not None:
             self._host.load(sequence.sequence_id, pages, sequence.state_slot)
 
-    @property
-    def loads(self) -> bool:
-        """Whether any sequence has got something from the host cache."""
-        return self._host is not None and self._host.loads
+    def ready(
+        self, running: list[EngineSequence]
+    ) -> tuple[list[EngineSequence], list[tuple[EngineSequence, str]]]:
+        """(who can run: nobody who is just being copied in; those whose copies failed, and why).
+
+        What came from the host cache is shared in the pool from here on.
+        """
+        if self._host is None or not self._host.loads:
+            return running, []
+        here = [sequence for sequence in running if not self.loading(sequence)]
+        faulty = [(one, fault) for one in here if (fault := self._host.fault(one.sequence_id))]
+        ready = [sequence for sequence in here if not self._host.fault(sequence.sequence_id)]
+        for sequence in ready:
+            self.index(sequence)
+        return ready, faulty
 
     def loading(self, sequence: EngineSequence) -> bool:
         """Whether the sequence must not run (nor lose its pages) yet."""
         return self._host is not None and self._host.loading(sequence.sequence_id)
-
-    def fault(self, sequence: EngineSequence) -> str:
-        """Why what was loaded is no good, or ""."""
-        return self._host.fault(sequence.sequence_id) if self._host is not None else ""
 
     def chunk(self, sequence: EngineSequence, count: int) -> int:
         """How many of `count` tokens to compute now, so that chunks end where a state is to be kept."""
@@ -110,16 +117,21 @@ class PrefixCaches:
         at_end = sequence.state_slot >= 0 and sequence.computed == full * self._page_tokens
         self._host.save(keys, state=(full - 1, sequence.state_slot) if at_end else None)
 
+    def let_go(self, sequence_id: str) -> None:
+        """The sequence reads nothing from the host cache any more."""
+        if self._host is not None:
+            self._host.let_go(sequence_id)
+
     def release(self, sequence_id: str) -> None:
         """Give back what the sequence holds in the pool and in the host cache."""
         # In this order: what a copy is still writing into goes to the host cache's keeping first.
-        if self._host is not None:
-            self._host.let_go(sequence_id)
+        self.let_go(sequence_id)
         self._pool.release(sequence_id)
 
     def host_pages(self, sequence_id: str) -> CachedPages | None:
         """Pages of a sequence that can be read from the host cache until it is released."""
-        return self._host.pages_of(sequence_id) if self._host is not None else None
+        pages = self._host.pages_of(sequence_id) if self._host is not None else None
+        return pages if pages is not None and len(pages.slots) else None
 
     # --- the step loop ------------------------------------------------------------------------------------------
 

@@ -12,98 +12,122 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvrail.runtime.errors import BadRequest
-from kvrail.runtime.messages import Sampling
+from kvrail.runtime.processors import Row, process
 from kvrail.transfer.wire import TokenLogprob
 
-__all__ = ["check_sampling", "sample", "uniform"]
+__all__ = ["choice_seed", "sample", "token_logprobs", "uniform"]
 
 # Enough of the likeliest tokens to cover most top-p cuts without sorting a whole vocabulary.
 _HEAD = 1024
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise BadRequest for parameters that mean nothing."""
-    if sampling.max_tokens < 1:
-        raise BadRequest("max_tokens must be at least 1", param="max_tokens")
-    if not 0.0 <= sampling.temperature < float("inf"):
-        raise BadRequest("temperature must be a number from 0 up", param="temperature")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise BadRequest("top_p must be above 0 and at most 1", param="top_p")
-    if sampling.top_k < 0:
-        raise BadRequest("top_k must be at least 0 (0: all tokens)", param="top_k")
-    if sampling.logprobs is not None and sampling.logprobs < 0:
-        raise BadRequest("logprobs must be at least 0", param="logprobs")
+_SEEDS = 1 << 64
 
 
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of one token: 53 bits of Philox(seed, position)."""
-    bits = np.random.Philox(key=seed % (1 << 64), counter=position).random_raw()
+    bits = np.random.Philox(key=seed % _SEEDS, counter=position).random_raw()
     return float(int(bits) >> 11) * 2.0**-53
 
 
-def sample(
-    logits: torch.Tensor, requests: Sequence[tuple[Sampling, int]]
-) -> list[tuple[int, TokenLogprob | None] | None]:
-    """One token for each row of logits [n, vocabulary]; `requests` has each row's (sampling, position).
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of several answers to a prompt; that of the first is the request's own."""
+    if choice == 0:
+        return seed % _SEEDS
+    # Positions fill the lowest word of the counter, so this draws from elsewhere.
+    return int(np.random.Philox(key=seed % _SEEDS, counter=choice << 64).random_raw())
 
-    A row whose logits are not finite numbers gives None. Log-probabilities are those of the model, before
-    temperature and cuts.
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLogprob | None] | str]:
+    """One token for each row of logits [n, vocabulary]; instead of it, what is wrong with the row.
+
+    Log-probabilities are those of the model, before anything that the request does to them.
     """
-    best = logits.argmax(dim=-1).tolist()
-    finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-    result: list[tuple[int, TokenLogprob | None] | None] = []
-    for row, (sampling, position) in enumerate(requests):
-        if not finite[row]:
-            result.append(None)
-            continue
-        token = best[row]
-        if sampling.temperature > 0.0:
-            token = _draw(logits[row], sampling, uniform(sampling.seed, position))
-        logprob = None if sampling.logprobs is None else _logprob(logits[row], token, sampling.logprobs)
-        result.append((token, logprob))
+    wanted = process(logits, rows)
+    highest, tokens = wanted.max(dim=-1)
+    drawn = [place for place, row in enumerate(rows) if row.sampling.temperature > 0.0]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        tokens[index] = _draw(wanted[index], [rows[place] for place in drawn])
+    sound_there, possible_there = torch.isfinite(logits.amax(dim=-1)), torch.isfinite(highest)
+    # One transfer: from a GPU each of them is a wait.
+    sound, possible, chosen = torch.stack((sound_there, possible_there, tokens)).tolist()
+    noted = [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]
+    logprobs: dict[int, TokenLogprob] = {}
+    if noted:
+        counts = [rows[place].sampling.logprobs or 0 for place in noted]
+        found = token_logprobs(
+            logits[torch.tensor(noted, device=logits.device)], [chosen[place] for place in noted], counts
+        )
+        logprobs = dict(zip(noted, found, strict=True))
+    result: list[tuple[int, TokenLogprob | None] | str] = []
+    for place in range(len(rows)):
+        if not sound[place]:
+            result.append("the model gave logits that are not numbers")
+        elif not possible[place]:
+            result.append("grammar, logit_bias and min_tokens together leave no token to choose from")
+        else:
+            result.append((chosen[place], logprobs.get(place)))
     return result
 
 
-def _draw(logits: torch.Tensor, sampling: Sampling, u: float) -> int:
-    """Inverse CDF at `u` over the tokens that top-k and top-p leave, likeliest first when either cuts."""
-    scaled = logits.double()
-    scaled = (scaled - scaled.max()) / sampling.temperature
-    weights = scaled.exp()
-    vocabulary = len(weights)
-    top_k = min(sampling.top_k or vocabulary, vocabulary)
-    if top_k == vocabulary and sampling.top_p >= 1.0:
-        return _pick(weights.cumsum(0), u)
-    # top-p is a share of what top-k leaves. Sort only the head unless the cut lies behind it.
-    count = top_k if top_k < vocabulary else min(_HEAD, vocabulary)
-    order, cumulative = _likeliest(weights, count)
-    total = cumulative[-1] if top_k < vocabulary else weights.sum()
-    if cumulative[-1] < sampling.top_p * total:
-        order, cumulative = _likeliest(weights, vocabulary)
-        total = cumulative[-1]
-    kept = int(torch.searchsorted(cumulative, sampling.top_p * total)) + 1
-    return int(order[_pick(cumulative[:kept], u)])
-
-
-def _likeliest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest weights' indices (equal ones by index, so that the order is one) and their running sum."""
-    if count < len(weights):
-        threshold = weights.topk(count).values[-1]
-        candidates = torch.nonzero(weights >= threshold).view(-1)
-    else:
-        candidates = torch.arange(len(weights))
-    order = candidates[weights[candidates].argsort(descending=True, stable=True)][:count]
-    return order, weights[order].cumsum(0)
-
-
-def _pick(cumulative: torch.Tensor, u: float) -> int:
-    """First index whose running sum exceeds u of the total."""
-    index = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
-    return min(index, len(cumulative) - 1)
-
-
-def _logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Log-probability of one token in each row of logits [n, vocabulary], and the row's `counts` likeliest."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    top = logprobs.topk(min(count, len(logprobs))) if count else None
-    likeliest = [] if top is None else list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return TokenLogprob(logprob=float(logprobs[token]), top=likeliest)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprob(logprob=logprob, top=list(zip(ids[:count], values[:count], strict=True)))
+        for logprob, count, (ids, values) in zip(own, counts, likeliest, strict=True)
+    ]
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Tokens [n] by inverse CDF over what min-p, top-k and top-p leave of logits [n, vocabulary]."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    samplings = [row.sampling for row in rows]
+    weights = logits.double()
+    weights = (weights - weights.amax(dim=-1, keepdim=True)) / column([one.temperature for one in samplings])
+    weights = weights.exp()
+    if any(one.min_p > 0.0 for one in samplings):
+        weights.masked_fill_(weights < column([one.min_p for one in samplings]), 0.0)
+    vocabulary = weights.shape[1]
+    cut = [place for place, one in enumerate(samplings) if 0 < one.top_k < vocabulary or one.top_p < 1.0]
+    if cut:
+        index = torch.tensor(cut, device=logits.device)
+        limits = [min(samplings[place].top_k or vocabulary, vocabulary) for place in cut]
+        shares = column([samplings[place].top_p for place in cut])
+        weights[index] = _likeliest(weights[index], limits, shares)
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    at = column([uniform(row.sampling.seed, row.position) for row in rows]) * total
+    # Rounded up to the total it would lie behind every token.
+    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _likeliest(weights: torch.Tensor, limits: list[int], shares: torch.Tensor) -> torch.Tensor:
+    """weights [n, vocabulary] with 0 for all but the `limits` largest, and of those all that lie behind `shares` [n, 1]
+    of their sum. Of equal ones the first are kept.
+    """
+    vocabulary = weights.shape[1]
+    # Sort only the head, unless a cut lies behind it.
+    head = min(max([_HEAD, *(limit for limit in limits if limit < vocabulary)]), vocabulary)
+    limit = torch.tensor(limits, device=weights.device)[:, None]
+    whole = limit >= vocabulary
+    while True:
+        values = weights.topk(head).values
+        values = values.masked_fill(torch.arange(head, device=weights.device) >= limit, 0.0)
+        cumulative = values.cumsum(dim=-1)
+        total = torch.where(whole, weights.cumsum(dim=-1)[:, -1:], cumulative[:, -1:])
+        if head == vocabulary or not bool((whole & (cumulative[:, -1:] < shares * total)).any()):
+            break
+        head = vocabulary
+    kept = torch.minimum(torch.searchsorted(cumulative, shares * total) + 1, limit.clamp(max=head))
+    threshold = values.gather(1, kept - 1)
+    above, equal = weights > threshold, weights == threshold
+    equal &= equal.cumsum(dim=-1) <= kept - above.sum(dim=-1, keepdim=True)
+    return weights.masked_fill_(~(above | equal), 0.0)

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.messages import CACHE_USED, CacheUse, FinishReason, Sampling
 from kvrail.runtime.prefix import extend_keys
-from kvrail.runtime.sampler import check_sampling
+from kvrail.runtime.processors import Row, TokenHistory
+from kvrail.runtime.sampler import choice_seed
 from kvrail.transfer.wire import TokenLogprob
 
 __all__ = ["EngineSequence"]
@@ -21,23 +23,34 @@ class EngineSequence:
     """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
 
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
-    of which the first `indexed` were offered to the prefix cache or came from it. `state_slot` is where its rings lie
-    (-1: none). `placed`: it has all the memory that its tokens need (which may be no page at all). `cache`: whether
-    and under which salt it takes part in prefix caching.
+    of which the first `indexed` are never written again: they were offered to the prefix cache, came from it, or
+    are shared with other choices. `state_slot` is where its rings lie (-1: none). `placed`: it has all the memory that
+    its tokens need (which may be no page at all). `cache`: whether, and under which salt, it shares prefixes.
+
+    A request for several choices is one sequence up to the end of its prompt, and then one for each (`branch`).
+    `firsts`: the first tokens of its choices when those were sampled elsewhere. `closed`: choices that nobody wants
+    any more.
     """
 
     __slots__ = (
         "_prompt",
         "cache",
         "cached_tokens",
+        "choice",
+        "closed",
         "computed",
         "emitted",
+        "firsts",
+        "history",
         "indexed",
         "keys",
+        "noted",
         "pages",
         "placed",
         "prefill_only",
         "prompt_tokens",
+        "queued",
+        "request_id",
         "sampling",
         "sequence_id",
         "state_slot",
@@ -53,9 +66,12 @@ class EngineSequence:
         emitted: Iterable[int] = (),
         prefill_only: bool = False,
         cache: CacheUse = CACHE_USED,
+        request_id: str = "",
+        choice: int = 0,
     ) -> None:
-        check_sampling(sampling)
         self.sequence_id = sequence_id
+        self.request_id = request_id or sequence_id
+        self.choice = choice
         self.tokens: list[int] = [*prompt.tolist(), *emitted]
         self.prompt_tokens = len(prompt)
         self._prompt = prompt
@@ -63,12 +79,21 @@ class EngineSequence:
         self.sampling = sampling
         self.prefill_only = prefill_only
         self.cache = cache
+        self.firsts: Mapping[int, int] | None = None
+        self.closed: set[int] = set()
+        self.history: TokenHistory | None = None
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+            self.history = TokenHistory(prompt, self.tokens[len(prompt) :])
         self.placed = False
         self.pages: list[int] = []
         self.state_slot = -1
         self.keys: list[bytes] = []
         self.indexed = 0
         self.computed = 0
+        # The last work on its pages that was given to the device (see device.Compute).
+        self.queued = 0
+        # Tokens of the prompt whose log-probabilities were told (the first has none).
+        self.noted = 1
         # Unknown until the first match; a sequence that is computed anew keeps its first answer.
         self.cached_tokens: int | None = None
 
@@ -81,6 +106,11 @@ class EngineSequence:
     def state(self) -> SequenceState:
         """The snapshot that the engine shows."""
         return SequenceState(list(self.pages), self.computed, self.cached_tokens or 0, self.state_slot)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be told: its logits are needed then, not only KV."""
+        return self.sampling.prompt_logprobs is not None and self.noted < self.prompt_tokens
 
     def page_keys(self, first: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
         """Keys of the first `full_pages` pages; `first` is the namespace."""
@@ -99,6 +129,54 @@ class EngineSequence:
         self.placed, self.pages, self.state_slot = False, [], -1
         self.computed, self.indexed = 0, 0
 
+    # --- choices --------------------------------------------------------------------------------------------------
+
+    @property
+    def to_branch(self) -> bool:
+        """Whether this is the common prompt of several choices."""
+        return self.sampling.n > 1
+
+    def choices(self) -> list[EngineSequence]:
+        """What stands behind the prompt, before the first token: the sequence itself, or each of its choices."""
+        if not self.to_branch:
+            return [self]
+        return [self._choice(number) for number in range(self.sampling.n) if number not in self.closed]
+
+    def branch(self, firsts: Mapping[int, int]) -> list[EngineSequence]:
+        """The choices that go on behind their first tokens. They have no pages yet."""
+        branches = [self._choice(number) for number in firsts if number not in self.closed]
+        for one in branches:
+            one.append(firsts[one.choice])
+        return branches
+
+    def _choice(self, number: int) -> EngineSequence:
+        one = EngineSequence(
+            f"{self.sequence_id}#{number}",
+            np.asarray(self.tokens, dtype=np.uint32),
+            msgspec.structs.replace(self.sampling, n=1, seed=choice_seed(self.sampling.seed, number)),
+            prefill_only=self.prefill_only,
+            request_id=self.request_id,
+            choice=number,
+            cache=self.cache,
+        )
+        one.keys, one.cached_tokens, one.noted = list(self.keys), self.cached_tokens, self.noted
+        one.computed = self.computed
+        return one
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def row(self) -> Row:
+        """What the sampler needs to know for the next token."""
+        # The position of a token is the number of tokens before it, wherever those were computed.
+        return Row(self.sampling, len(self.tokens), self.emitted, self.history)
+
+    def append(self, token: int) -> None:
+        """One more token of the answer."""
+        self.tokens.append(token)
+        self.emitted += 1
+        if self.history is not None:
+            self.history.add(token)
+
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the sequence ends with its last token."""
         if self.emitted and self.tokens[-1] in self.sampling.stop_token_ids:
@@ -116,9 +194,18 @@ class EngineSequence:
         finish_reason: FinishReason | None = None,
         logprob: TokenLogprob | None = None,
         error: str | None = None,
+        prompt_logprobs: list[TokenLogprob] | None = None,
     ) -> StepOutput:
         """What this step did for the sequence."""
         computed = min(self.computed, self.prompt_tokens)
         return StepOutput(
-            self.sequence_id, computed, token, finish_reason, self.cached_tokens or 0, logprob, error
+            self.request_id,
+            computed,
+            token,
+            finish_reason,
+            self.cached_tokens or 0,
+            logprob,
+            error,
+            self.choice,
+            prompt_logprobs or [],
         )

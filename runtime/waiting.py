@@ -21,7 +21,8 @@ __all__ = ["Request", "grant_in_turn"]
 class Request:
     """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
 
-    `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that.
+    `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that. `open`: the choices
+    that have not ended.
     """
 
     submit: Submit
@@ -32,6 +33,10 @@ class Request:
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.open.update(range(self.submit.sampling.n))
 
     @property
     def id(self) -> str:

@@ -7,6 +7,8 @@
       │◀─release_quarantined── quarantined ◀──quarantine──┘(owned)                         │
       └◀──────────────────────evicted by allocate or flush_cache───────────────────────────┘
 
+A page that `fork` shares between the answers to one prompt has no key, and is freed with its last reader.
+
 A page has one writing owner at any time (design I1); every change of state is checked against the state that the
 page must be in, so a double free or a page in two hands raises at once instead of corrupting somebody's KV.
 Pure and single-threaded: the ticket ledgers and the engine of one rank share one pool.
@@ -217,6 +219,26 @@ class PagePool:
         self._key_of_page[page] = key
         self._readers[page] = 1
 
+    def fork(self, owner: str, reader: str, pages: Sequence[int]) -> None:
+        """`reader` reads these full pages of `owner` from now on, and neither writes them again.
+
+        A page that stands under a key stays in the cache behind its last reader; one that does not is freed with
+        them. ValueError, with nothing changed, for a page that `owner` does not hold.
+        """
+        holding = self._held.get(owner) or _Holding()
+        written = [page for page in pages if page in holding.pages]
+        if missing := set(pages) - holding.pages.keys() - set(holding.reads):
+            raise ValueError(f"{owner} does not hold page {min(missing)}, so it cannot be forked")
+        self._move(_indices(written), _OWNED, _SHARED)
+        for page in written:
+            del holding.pages[page]
+            holding.reads.append(page)
+            self._readers[page] = 1
+        if pages:
+            self._held.setdefault(reader, _Holding()).reads.extend(pages)
+            for page in pages:
+                self._readers[page] += 1
+
     def match(self, owner: str, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest prefix of `keys` that is present, pinned for `owner` until it releases them."""
         pages: list[int] = []
@@ -293,7 +315,7 @@ class PagePool:
                     states.append(holding.state_slot)
                 for page in holding.reads:
                     reads[page] = reads.get(page, 0) + 1
-        index = _indices(self._key_of_page)
+        index = _indices(self._key_of_page.keys() | reads.keys())
         _require(not found[index].any(), "a shared page has a writing owner")
         found[index] = _SHARED
         _require(bool((found == self._state).all()), "the page states differ from what the owners hold")
@@ -324,9 +346,12 @@ class PagePool:
             readers = self._readers[page] - 1
             if readers:
                 self._readers[page] = readers
-            else:
-                del self._readers[page]
+                continue
+            del self._readers[page]
+            if page in self._key_of_page:
                 self._unread[page] = None
+            else:
+                self._move(_indices([page]), _SHARED, _FREE)
 
     def _free(self, holding: _Holding, state: int) -> None:
         self._move(_indices(holding.pages), state, _FREE)

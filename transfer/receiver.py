@@ -319,7 +319,7 @@ class Receiver:
         ticket.hand_off = hand_off
         ticket.deadline = now + self._ttl_s
         self._effects.append(FirstTokenReady(ticket.request_id, ticket.id, hand_off))
-        if hand_off.finish_reason is not None:
+        if hand_off.ended:
             # Nothing will be decoded, so the doorbell that is on its way counts as proof only.
             self._stop(now, ticket, "finished")
 

@@ -230,7 +230,7 @@ class Sender:
         ticket.hand_off = hand_off
         self._advance(ticket)
         self._emit(Send(link, FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)))
-        if hand_off.finish_reason is not None:
+        if hand_off.ended:
             self._fail(now, ticket, "finished", 200)
         else:
             self._ring_if_complete(now, ticket)

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "HAND_OFF_VERSION",
     "PROTOCOL_VERSION",
     "Beat",
     "Cancel",
     "Doorbell",
+    "FirstSample",
     "FirstToken",
     "Grant",
     "HandOff",
@@ -46,8 +48,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
+class FirstSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The first token of one choice. `finish_reason` is set when the choice ends with it."""
+
+    token: int
+    finish_reason: str | None = None
+    logprob: TokenLogprob | None = None
+
+
 class HandOff(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decoding needs besides KV. Additive: a new field has a default, or the version rises."""
+    """Everything that decoding needs besides KV. Additive: a new field has a default, or the version rises.
+
+    What follows from the tokens alone is not in it: penalties count tokens, and a grammar's state is the first
+    token fed to the grammar, which the completion engine has from its own client.
+    """
 
     version: int = HAND_OFF_VERSION
     first_token: int
@@ -57,6 +71,19 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     next_position: int
     cached_tokens: int = 0
+    # Choices 1, 2, … of a request that wants several answers to its prompt.
+    others: list[FirstSample] = []
+
+    @property
+    def firsts(self) -> list[FirstSample]:
+        """The first token of every choice."""
+        own = FirstSample(token=self.first_token, finish_reason=self.finish_reason, logprob=self.logprob)
+        return [own, *self.others]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice ends with its first token: then nothing will be decoded."""
+        return self.finish_reason is not None and all(one.finish_reason is not None for one in self.others)
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):

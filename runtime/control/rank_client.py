@@ -62,11 +62,15 @@ class RankRequest(Generic[Event]):
     """The events of one request at a rank, in order; iteration ends after the last one.
 
     A context manager: leaving it before the last event aborts the request at the rank. `on_end` is called when the
-    rank is done with it, which may be long before its events have been read.
+    rank is done with it, which may be long before its events have been read. A request for several answers
+    (`choices`) has ended when each of them has.
     """
 
-    def __init__(self, client: RankClient, request_id: str, failure: Callable[[str], Event]) -> None:
+    def __init__(
+        self, client: RankClient, request_id: str, failure: Callable[[str], Event], choices: int = 1
+    ) -> None:
         self.request_id = request_id
+        self._open = set(range(choices))
         self.ended = False
         self.on_end: Callable[[], None] = lambda: None
         self._client = client
@@ -97,6 +101,16 @@ class RankRequest(Generic[Event]):
             self._end(None)
             self._client.post(Abort(request_id=self.request_id, reason=reason))
 
+    def abort_choice(self, choice: int, reason: str) -> None:
+        """Tell the rank to drop one choice, unless it has ended; the last one aborts the request."""
+        if self.ended or choice not in self._open:
+            return
+        self._open.discard(choice)
+        if not self._open:
+            self.abort(reason)
+        else:
+            self._client.post(Abort(request_id=self.request_id, reason=reason, choice=choice))
+
     def fail(self, reason: str) -> None:
         """End the request from this side with a failure event; the rank is told to drop it."""
         if not self.ended:
@@ -104,9 +118,12 @@ class RankRequest(Generic[Event]):
             self._client.post(Abort(request_id=self.request_id, reason=reason))
 
     def _heard(self, event: Event) -> None:
-        if isinstance(event, Failed | PrefillDone) or (
-            isinstance(event, Output) and event.finish_reason is not None
-        ):
+        if isinstance(event, Output):
+            if event.choice not in self._open:
+                return
+            if event.finish_reason is not None:
+                self._open.discard(event.choice)
+        if isinstance(event, Failed | PrefillDone) or not self._open:
             self._end(event)
         else:
             self._events.put_nowait(event)
@@ -200,7 +217,7 @@ class RankClient:
         def failure(reason: str) -> GenerateEvent:
             return Failed(request_id=message.request_id, status=503, reason=reason, retry_after_s=1.0)
 
-        request = RankRequest[GenerateEvent](self, message.request_id, failure)
+        request = RankRequest[GenerateEvent](self, message.request_id, failure, message.sampling.n)
         self._open(message, request, self._generating)
         return request
 

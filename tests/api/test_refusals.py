@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from kit.fake_rank import FakeRank, answers, output
 from kit.tiny_model import byte_level_tokenizer
-from kvrail.runtime.messages import Failed, Submit, ToFront, ToRank
+from kvrail.runtime.messages import Abort, Failed, Submit, ToFront, ToRank
 
 TOKENIZER = byte_level_tokenizer()
 HI = [{"role": "user", "content": "Hi"}]
@@ -42,7 +43,9 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text).ids)
 
 
-WRONG = [
+NOW = {"type": "function", "function": {"name": "now"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {}, "messages", "is required"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": "Hi"}, "messages", "list"),
@@ -73,21 +76,58 @@ WRONG = [
     (CHAT, {"messages": HI, "stop": ""}, "stop", "empty"),
     (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
     (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
-    (CHAT, {"messages": HI, "n": 2}, "n", "not supported"),
-    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+    (CHAT, {"messages": HI, "n": 0}, "n", "greater"),
+    (CHAT, {"messages": HI, "n": 129}, "n", "less than"),
+    (CHAT, {"messages": HI, "min_p": 1.5}, "min_p", "less than"),
+    (CHAT, {"messages": HI, "min_tokens": -1}, "min_tokens", "greater"),
+    (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens", "to max_tokens"),
+    (CHAT, {"messages": HI, "stop_token_ids": [10**6]}, "stop_token_ids", "of token ids"),
+    (CHAT, {"messages": HI, "stop_token_ids": [-1]}, "stop_token_ids", "of token ids"),
+    (CHAT, {"messages": HI, "stop_token_ids": "2"}, "stop_token_ids", "list"),
+    (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, "logit_bias", "'a' is no token id"),
+    (CHAT, {"messages": HI, "logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
+    (CHAT, {"messages": HI, "logit_bias": {"1": True}}, "logit_bias", "a number"),
+    (CHAT, {"messages": HI, "logit_bias": [1]}, "logit_bias", "an object"),
+    (CHAT, {"messages": HI, "logit_bias": {"999999": 1}}, "logit_bias", "of token ids"),
+    (CHAT, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty", "greater"),
+    (CHAT, {"messages": HI, "frequency_penalty": -2.5}, "frequency_penalty", "greater"),
+    (CHAT, {"messages": HI, "skip_special_tokens": 1}, "skip_special_tokens", "boolean"),
+    (CHAT, {"messages": HI, "metadata": {"a": 1}}, "metadata.a", "string"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    (CHAT, {"messages": HI, "tools": [NOW]}, "tools", "no place for tools"),
+    (CHAT, {"messages": HI, "tools": [NOW, NOW]}, "tools", "same name"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "no tools"),
+    (CHAT, {"messages": HI, "tool_choice": "always"}, "tool_choice", '"auto"'),
+    (CHAT, {"messages": HI, "tools": [NOW], "tool_choice": OTHER}, "tool_choice", "'other'"),
+    (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message", "of the assistant"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "of its own"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0]", "role tool"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0].function",
+        "is required",
+    ),
+    (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty", "less than"),
     (CHAT, {"messages": HI, "top_logprobs": 21}, "top_logprobs", "less than"),
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs", "boolean"),
     (COMPLETIONS, {}, "prompt", "is required"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "one string"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "one string"),
-    (COMPLETIONS, {"prompt": [True]}, "prompt", "one string"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "a string, token ids"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt", "all strings or all token ids"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt", "a string, token ids"),
+    (COMPLETIONS, {"prompt": [[True]]}, "prompt", "a string, token ids"),
+    (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
+    (COMPLETIONS, {"prompt": [[5], [10**6]]}, "prompt[1][0]", "no token id"),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 128, "best_of": 128, "echo": 1}, "echo", "boolean"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 100}, "n", "at most 256 answers"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "greater"),
+    (COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "must be n"),
     (COMPLETIONS, {"prompt": [10, 10**6]}, "prompt[1]", "no token id"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt[0]", "no token id"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
     (COMPLETIONS, {"prompt": "\ud800"}, None, "surrogate"),
 ]
 
@@ -144,10 +184,97 @@ def test_paths_and_methods(stand: Any) -> None:
     refused(at.client.get("/v1/models/gpt"), 404, "model")
 
 
-def test_bodies_are_bounded(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrail.frontend.envelope.BODY_LIMIT", 100_000)
+def test_bodies_are_bounded(stand: Any) -> None:
+    at = stand(answers(ids("x")), max_body_mb=0.1)
+    refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 200_000}), 413, None, "--max-body-mb")
+
+    def unannounced() -> Iterable[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(20):
+            yield b"a" * 10_000
+
+    refused(at.client.post(COMPLETIONS, content=unannounced(), headers=JSON), 413, None, "larger")
+
+
+def test_prompts_are_bounded(stand: Any) -> None:
+    at = stand(answers(ids("x")), max_prompt_tokens=50)
+    assert at.client.post(COMPLETIONS, json={"prompt": "a" * 50}).status_code == 200
+    error = refused(
+        at.client.post(COMPLETIONS, json={"prompt": "a" * 51}), 400, "prompt", "--max-prompt-tokens"
+    )
+    assert error["code"] == "context_length_exceeded"
+    refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 10_000}), 400, None, "10000 characters")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_may_take_only_so_long(stand: Any, streamed: bool) -> None:
+    at = stand(lambda rank, message: (), request_timeout_s=0.3)
+    response = at.client.post(CHAT, json={"messages": HI, "stream": streamed})
+    assert refused(response, 504, None, "--request-timeout-s")["type"] == "timeout_error"
+    assert at.rank.wait_for(Abort)[0].reason == "timeout"
+
+    def begins(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Submit):
+            yield output(message.request_id, ids("a"))
+
+    at = stand(begins, request_timeout_s=0.3)
+    response = at.client.post(CHAT, json={"messages": HI, "stream": streamed})
+    if streamed:
+        assert response.status_code == 200
+        assert "--request-timeout-s" in json.loads(response.text.split("data: ")[-1])["error"]["message"]
+    else:
+        refused(response, 504)
+    at.rank.wait_for(Abort)
+    assert 'outcome="timeout"' in at.client.get("/metrics").text
+
+
+def test_origins(stand: Any) -> None:
     at = stand(answers(ids("x")))
-    refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 200_000}), 413, None, "larger")
+    asks = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert at.client.options(CHAT, headers=asks).status_code == 405
+    at = stand(answers(ids("x")), cors_origin=("https://a.example",))
+    allowed = at.client.options(CHAT, headers={**asks, "access-control-request-headers": "authorization"})
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    assert at.client.options(CHAT, headers={**asks, "origin": "https://b.example"}).status_code == 400
+    answer = at.client.post(CHAT, json={"messages": HI}, headers={"origin": "https://a.example"})
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_request_ids_and_the_access_log(stand: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvrail.access")
+    at = stand(answers(ids("x")))
+    secret = [{"role": "user", "content": "a secret"}]
+    ours = at.client.post(CHAT, json={"messages": secret}).headers["x-request-id"]
+    theirs = at.client.post(CHAT, json={"messages": secret}, headers={"x-request-id": "mine-1"})
+    assert theirs.headers["x-request-id"] == "mine-1"
+    assert "mine-1" not in theirs.json()["id"]
+    forged = at.client.post(CHAT, json={}, headers={"x-request-id": "a b"})
+    refused(forged, 400, "messages")
+    deadline = time.monotonic() + 10  # a line is written when its answer has left
+    while caplog.text.count('"POST"') < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "kvrail.access"]
+    assert [(line["path"], line["status"]) for line in lines if line["method"] == "POST"] == [
+        (CHAT, 200),
+        (CHAT, 200),
+        (CHAT, 400),
+    ]
+    first, second, third = [line for line in lines if line["method"] == "POST"]
+    assert (first["request_id"], first["client_request_id"]) == (ours, None)
+    assert (second["client_request_id"], third["client_request_id"]) == ("mine-1", None)
+    assert theirs.json()["id"] == "chatcmpl-" + second["request_id"]
+    assert "secret" not in caplog.text
+    # Those that only watch are not worth a line.
+    assert not [line for line in lines if line["path"] == "/ready" and line["status"] == 200]
+
+
+def test_several_keys(stand: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# of the team\nsesame\n\nanother key\n")
+    at = stand(answers(ids("x")), api_key_file=str(tmp_path / "keys"))
+    for key, status in (("sesame", 200), ("another key", 200), ("# of the team", 401)):
+        asked = at.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert asked.status_code == status
+    refused(at.client.post("/tokenize", json={"prompt": "a"}), 401)
 
 
 def test_api_keys_guard_the_openai_routes_only(stand: Any, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_adopt_refuses_wrong_pages_and_changes_nothing(models, prompt, greedy) -
     rig = models.rig()
     rig.pool.allocate("ticket", 1)
     with pytest.raises(ValueError, match="holds 1 pages"):
-        rig.engine.adopt("a", prompt(17), greedy(4), owner="ticket", first_token=5, cached_tokens=0)
+        rig.engine.adopt("a", prompt(17), greedy(4), owner="ticket", first_tokens={0: 5}, cached_tokens=0)
     assert rig.pool.pages_of("ticket")
     assert rig.engine.sequence("a") is None
 
@@ -65,7 +65,7 @@ def test_a_prompt_gets_on_while_decoding_fills_the_budget(models, prompt, greedy
     for number in range(20):
         rig.pool.allocate("ticket", 1)
         one = prompt(5, number)
-        rig.engine.adopt(f"s{number}", one, greedy(40), owner="ticket", first_token=9, cached_tokens=0)
+        rig.engine.adopt(f"s{number}", one, greedy(40), owner="ticket", first_tokens={0: 9}, cached_tokens=0)
     rig.engine.add("late", prompt(40), greedy(2))
     for _ in range(5):
         rig.step()
@@ -163,11 +163,11 @@ def test_aborts_at_random_times_leave_nothing_held(models, prompt, greedy, seed)
             rig.engine.add(name, one, sampling, prefill_only=rng.random() < 0.4)
             live.add(name)
         elif choice < 0.4:
-            rig.engine.resume(name, one, sampling, first_token=7)
+            rig.engine.resume(name, one, sampling, first_tokens={0: 7})
             live.add(name)
         elif choice < 0.5 and rig.pool.available >= rig.model.layout.pages_for(len(one)):
             rig.pool.allocate("ticket", rig.model.layout.pages_for(len(one)))
-            rig.engine.adopt(name, one, sampling, owner="ticket", first_token=9, cached_tokens=0)
+            rig.engine.adopt(name, one, sampling, owner="ticket", first_tokens={0: 9}, cached_tokens=0)
             live.add(name)
         elif choice < 0.7 and live:
             gone = rng.choice(sorted(live))

@@ -101,7 +101,7 @@ def test_adopt_equals_the_single_engine(models, prompt, greedy, length, temperat
     scatter_pages(target, torch.tensor(pages[:-1], dtype=torch.int64), slab[:-1])
     target[pages[-1], :, :, :used] = slab[-1, :, :, :used]
     decode.pool.release("gap")
-    decode.engine.adopt("d", one, sampling, owner="ticket", first_token=expected[0], cached_tokens=0)
+    decode.engine.adopt("d", one, sampling, owner="ticket", first_tokens={0: expected[0]}, cached_tokens=0)
     prefill.engine.release("p")
     decode.drain()
     assert decode.tokens["d"] == expected[1:]
@@ -147,11 +147,11 @@ def test_first_token_that_ends_the_request(models, prompt, greedy) -> None:
         assert rig.engine.sequence("s") is None
         rig.engine.release("p")
         rig.assert_idle()
-        rig.engine.resume("r", one, sampling, first_token=token)
+        rig.engine.resume("r", one, sampling, first_tokens={0: token})
         rig.drain()
         assert (rig.finished["r"].token, rig.finished["r"].finish_reason) == (None, reason)
         rig.pool.allocate("ticket", 1)
-        rig.engine.adopt("a", one, sampling, owner="ticket", first_token=token, cached_tokens=0)
+        rig.engine.adopt("a", one, sampling, owner="ticket", first_tokens={0: token}, cached_tokens=0)
         rig.drain()
         assert (rig.finished["a"].token, rig.finished["a"].finish_reason) == (None, reason)
         rig.assert_idle()
@@ -162,7 +162,7 @@ def test_resume_continues_behind_the_first_token(models, prompt, greedy) -> None
     for sampling in (greedy(9), greedy(9, temperature=1.0, top_k=20)):
         expected = models.rig().generate([one], sampling)[0]
         rig = models.rig()
-        rig.engine.resume("r", one, sampling, first_token=expected[0])
+        rig.engine.resume("r", one, sampling, first_tokens={0: expected[0]})
         rig.drain()
         assert rig.tokens["r"] == expected[1:]
         rig.assert_idle()

@@ -146,7 +146,7 @@ class World:
             assert not request.end
             assert request.first is None, "a first token is final"
             request.first = effect.hand_off
-            if effect.hand_off.finish_reason is not None:
+            if effect.hand_off.ended:
                 request.end = "finished"
         elif isinstance(effect, Landed):
             self._landed(effect)

@@ -108,7 +108,7 @@ BAD: dict[str, tuple[str, dict[str, Any] | str, int, str | None]] = {
     "wrong type": (TEXT, {"prompt": ids(3, 34), "max_tokens": "9"}, 400, "max_tokens"),
     "fraction": (TEXT, {"prompt": ids(3, 35), "max_tokens": 1.5}, 400, "max_tokens"),
     "no answer": (TEXT, {"prompt": ids(3, 36), "max_tokens": 0}, 400, "max_tokens"),
-    "two answers": (TEXT, {"prompt": ids(3, 37), "n": 2}, 400, "n"),
+    "no answers": (TEXT, {"prompt": ids(3, 37), "n": 0}, 400, "n"),
     "unknown token": (TEXT, {"prompt": [5, VOCABULARY]}, 400, "prompt[1]"),
     "unknown model": (TEXT, {"prompt": ids(3, 38), "model": "other"}, 404, "model"),
     "not JSON": (TEXT, "{", 400, None),

@@ -28,12 +28,16 @@ class FakeEngine:
     layout = LAYOUT
     max_model_len = 64
     has_work = False
+    vocab_size = 100
 
     def __init__(self) -> None:
         self.adopted: list[str] = []
 
     def adopt(self, sequence_id: str, *_: Any, **__: Any) -> None:
         self.adopted.append(sequence_id)
+
+    def prefix_keys(self, *_: Any) -> list[bytes]:
+        return []
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -208,6 +208,29 @@ def test_a_shared_page_is_released_by_its_reader_count() -> None:
     pool.check()
 
 
+def test_forked_pages_are_freed_once_with_their_last_reader() -> None:
+    pool = PagePool(6)
+    one, two, three = pool.allocate("a", 3)
+    pool.share("a", one, b"k")
+    pool.fork("a", "b", [one, two])
+    pool.fork("a", "c", [one, two])
+    # What two may read, nobody writes.
+    assert (pool.pages_of("a"), pool.shared, pool.owned) == ([three], 2, 1)
+    with pytest.raises(ValueError, match="does not write"):
+        pool.share("a", two, b"l")
+    with pytest.raises(ValueError, match="does not hold page"):
+        pool.fork("b", "d", [one, three])
+    pool.release("a")
+    pool.release("b")
+    pool.check()
+    assert (pool.shared, pool.free) == (2, 4)
+    pool.release("c")
+    pool.check()
+    # The one that has a name stays for a later match.
+    assert (pool.shared, pool.cached, pool.free) == (0, 1, 5)
+    assert pool.match("d", [b"k"]) == [one]
+
+
 def test_quarantine_drops_pins_of_shared_pages() -> None:
     pool = PagePool(4)
     (page,) = pool.allocate("a", 1)
@@ -245,7 +268,7 @@ def test_counts_add_up_under_any_order(data: st.DataObject) -> None:
         name = data.draw(names)
         action = data.draw(
             st.sampled_from(
-                ["allocate", "state", "release", "quarantine", "prove", "share", "match", "rename"]
+                ["allocate", "state", "release", "quarantine", "prove", "share", "match", "rename", "fork"]
             )
         )
         held = set().union(*[set(pool.pages_of(n)) | set(pool.quarantined_of(n)) for n in "abcd"])
@@ -272,6 +295,8 @@ def test_counts_add_up_under_any_order(data: st.DataObject) -> None:
             pool.release_quarantined(name)
         elif action == "share" and pool.pages_of(name):
             pool.share(name, pool.pages_of(name)[0], data.draw(st.sampled_from(keys(6))))
+        elif action == "fork":
+            pool.fork(name, f"{name}'", pool.pages_of(name)[:2])
         elif action == "match":
             pool.match(name, keys(data.draw(st.integers(0, 6))))
         elif action == "rename":
@@ -282,6 +307,7 @@ def test_counts_add_up_under_any_order(data: st.DataObject) -> None:
         assert pool.free + pool.cached + pool.shared + pool.owned + pool.quarantined == 24
     for name in "abcd":
         pool.release(name)
+        pool.release(f"{name}'")
         pool.release_quarantined(name)
     pool.flush_cache()
     assert (pool.free, pool.free_states) == (24, 3)

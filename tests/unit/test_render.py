@@ -7,11 +7,13 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit.tiny_model import END, write_model_folder
 from kvrail.frontend.render import Renderer
+from kvrail.frontend.template import Conversation
 from kvrail.runtime.errors import BadRequest, ConfigError
 
 TALK = [
@@ -20,6 +22,10 @@ TALK = [
     {"role": "assistant", "content": "Hello"},
     {"role": "user", "content": "tojson & <b>"},
 ]
+
+
+def chat(renderer: Renderer, talk: list[dict[str, str]] = TALK, **more: Any) -> list[int]:
+    return asyncio.run(renderer.chat(Conversation(talk, **more))).tokens
 
 
 @pytest.fixture
@@ -35,9 +41,9 @@ def test_chat_equals_transformers(folder: Path, thinking: bool) -> None:
     wanted = theirs.apply_chat_template(
         TALK, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
     )
-    assert asyncio.run(Renderer.load(folder, thinking=thinking).chat(TALK)) == wanted
+    assert chat(Renderer.load(folder, thinking=thinking)) == wanted
     # What the request says counts more than the default.
-    assert asyncio.run(Renderer.load(folder, thinking=not thinking).chat(TALK, thinking)) == wanted
+    assert chat(Renderer.load(folder, thinking=not thinking), options={"enable_thinking": thinking}) == wanted
 
 
 def test_a_long_text_is_the_same_as_its_parts(folder: Path) -> None:
@@ -89,13 +95,13 @@ def test_bos_is_added_once_where_the_tokenizer_says_so(folder: Path) -> None:
 def test_the_template_may_refuse(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRequest, match="roles must alternate"):
-        asyncio.run(Renderer.load(folder).chat(TALK))
+        chat(Renderer.load(folder))
 
 
 def test_a_template_cannot_reach_out(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(BadRequest):
-        asyncio.run(Renderer.load(folder).chat(TALK))
+        chat(Renderer.load(folder))
 
 
 def test_a_broken_template_stops_the_start(folder: Path) -> None:
@@ -110,3 +116,57 @@ def test_token_ids_are_checked(folder: Path) -> None:
     for wrong in (-1, renderer.vocabulary):
         with pytest.raises(BadRequest, match=r"prompt\[1\]"):
             renderer.ids([0, wrong])
+
+
+def test_a_template_of_one_s_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    renderer = Renderer.load(folder, chat_template=tmp_path / "mine.jinja")
+    assert renderer.chat_text(Conversation(TALK)) == "Be kind.!"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        Renderer.load(folder, chat_template=tmp_path / "nowhere")
+
+
+def test_the_last_message_goes_on_where_it_ends(folder: Path) -> None:
+    renderer = Renderer.load(folder)
+    talk = [*TALK[:2], {"role": "assistant", "content": "It is "}]
+    assert renderer.chat_text(Conversation(talk, continue_final=True)).endswith(
+        "<|im_start|>assistant\nIt is "
+    )
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(BadRequest, match="continue_final_message"):
+        Renderer.load(folder).chat_text(Conversation(talk, continue_final=True))
+
+
+CODE = """
+def encode_messages(messages, thinking_mode, drop_thinking=True):
+    tools = [tool["function"]["name"] for tool in messages[0].get("tools", [])]
+    return f"{thinking_mode} {tools} " + "|".join(m["role"] + ":" + m["content"] for m in messages)
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_when_it_may(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(BadRequest, match="no chat template"):
+        chat(Renderer.load(folder))
+    (folder / "encoding").mkdir()
+    (folder / "encoding" / "encoding_x.py").write_text(CODE)
+    with pytest.raises(BadRequest, match="--trust-remote-code"):
+        chat(Renderer.load(folder))
+    renderer = Renderer.load(folder, trust_remote_code=True)
+    talk = [{"role": "user", "content": "Hi"}]
+    assert renderer.chat_text(Conversation(talk)) == "chat [] user:Hi"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    told = Conversation(talk, tools=tools, options={"thinking": True, "drop_thinking": False})
+    assert renderer.takes_tools
+    assert renderer.chat_text(told) == "thinking ['now'] system:|user:Hi"
+    with pytest.raises(BadRequest, match=r"chat_template_kwargs\.colour"):
+        renderer.chat_text(Conversation(talk, options={"colour": 1}))
+    # The first thing that counts is the template.
+    (folder / "chat_template.jinja").write_text("template")
+    assert Renderer.load(folder, trust_remote_code=True).chat_text(Conversation(talk)) == "template"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "encoding.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ConfigError, match="nothing_of_this_name"):
+        Renderer.load(folder, trust_remote_code=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvrail.runtime.messages import Sampling
+from kvrail.runtime.processors import Row
 from kvrail.runtime.sampler import sample, uniform
 
 
@@ -18,7 +19,7 @@ def _sampling(**more) -> Sampling:
 
 
 def _tokens(logits, requests) -> list[int]:
-    return [choice[0] for choice in sample(logits, requests)]
+    return [choice[0] for choice in sample(logits, [Row(*request) for request in requests])]
 
 
 def test_greedy_is_the_argmax() -> None:
@@ -94,18 +95,18 @@ def test_low_temperature_and_extreme_logits() -> None:
 def test_not_a_number_is_told() -> None:
     logits = torch.zeros(2, 10)
     logits[0, 3] = math.nan
-    first, second = sample(logits, [(_sampling(), 0)] * 2)
-    assert first is None
-    assert second is not None
+    first, second = sample(logits, [Row(_sampling(), 0)] * 2)
+    assert "not numbers" in first
+    assert second[0] in range(10)
 
 
 def test_logprobs() -> None:
     logits = torch.randn(1, 50)
     want = torch.log_softmax(logits[0], -1)
-    ((token, logprob),) = sample(logits, [(_sampling(temperature=0.0, logprobs=3), 0)])
+    ((token, logprob),) = sample(logits, [Row(_sampling(temperature=0.0, logprobs=3), 0)])
     assert logprob.logprob == pytest.approx(float(want[token]))
     assert [index for index, _ in logprob.top] == want.topk(3).indices.tolist()
-    ((_, none),) = sample(logits, [(_sampling(), 0)])
-    ((_, chosen),) = sample(logits, [(_sampling(logprobs=0), 0)])
+    ((_, none),) = sample(logits, [Row(_sampling(), 0)])
+    ((_, chosen),) = sample(logits, [Row(_sampling(logprobs=0), 0)])
     assert none is None
     assert chosen.top == []
