@@ -57,7 +57,7 @@ def test_adopt_equals_the_single_engine(models, prompt, greedy, kind, length) ->
     decode.step()
     hand_over(prefill, decode, "p")
     decode.pool.release("gap")
-    decode.engine.adopt("d", one, greedy(40), owner="ticket", first_token=expected[0], cached_tokens=0)
+    decode.engine.adopt("d", one, greedy(40), owner="ticket", first_tokens={0: expected[0]}, cached_tokens=0)
     prefill.engine.release("p")
     decode.drain()
     assert decode.tokens["d"] == expected[1:]
@@ -85,7 +85,7 @@ def test_adopt_without_a_slot_is_refused_and_changes_nothing(models, prompt, gre
     rig = models.rig("gemma3")
     rig.pool.allocate("ticket", 2)
     with pytest.raises(ValueError, match="state slot -1"):
-        rig.engine.adopt("a", prompt(17), greedy(4), owner="ticket", first_token=5, cached_tokens=0)
+        rig.engine.adopt("a", prompt(17), greedy(4), owner="ticket", first_tokens={0: 5}, cached_tokens=0)
     assert rig.pool.pages_of("ticket")
     assert rig.engine.sequence("a") is None
 
@@ -157,7 +157,7 @@ def test_resume_continues_behind_the_first_token(models, prompt, greedy) -> None
     one = prompt(75)
     expected = models.expected(one, 40, "gpt_oss")
     rig = models.rig("gpt_oss", max_num_batched_tokens=16)
-    rig.engine.resume("r", one, greedy(40), first_token=expected[0])
+    rig.engine.resume("r", one, greedy(40), first_tokens={0: expected[0]})
     rig.drain()
     assert rig.tokens["r"] == expected[1:]
     rig.assert_idle()
@@ -191,7 +191,7 @@ def test_aborts_at_random_times_leave_nothing_held(models, prompt, greedy, kind,
         elif choice < 0.4 and rig.pool.free_states and rig.pool.available >= layout.pages_for(len(one)):
             rig.pool.allocate("ticket", layout.pages_for(len(one)))
             rig.pool.allocate_state("ticket")
-            rig.engine.adopt(name, one, greedy(12), owner="ticket", first_token=9, cached_tokens=0)
+            rig.engine.adopt(name, one, greedy(12), owner="ticket", first_tokens={0: 9}, cached_tokens=0)
         elif choice < 0.6 and live:
             gone = rng.choice(sorted(live))
             del live[gone]

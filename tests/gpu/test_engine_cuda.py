@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.conftest import Models, Rig, greedy
 from kit.tiny_families import FAMILIES
@@ -60,12 +59,6 @@ def _poison(size: int) -> torch.Tensor:
 
 
 class CudaModels(Models):
-    def _reference(self, kind: str) -> Any:
-        # Not torch's fused attention, which leaves out what some families do to their scores.
-        return AutoModelForCausalLM.from_pretrained(
-            self.checkpoint(kind).folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-
     def _load(
         self, kind: str, page_tokens: int = 16, dtype: str = "float32", attention: str = "auto"
     ) -> PagedModel:
