@@ -248,3 +248,26 @@ def test_a_model_with_windows_and_no_host_cache_computes_all(models, prompt, gre
         assert rig.generate([one], greedy(4)) == [models.expected(one, 4, "gemma2")]
         assert last(rig).cached_tokens == 0
     rig.assert_idle()
+
+
+def test_choices_of_a_prompt_that_the_host_has(models, prompt, greedy) -> None:
+    """What was copied in belongs to the prompt; its choices go on over the same pages, and nothing stays pinned."""
+    one, sampled = prompt(70), greedy(8, n=3, temperature=0.9)
+
+    def run(rig) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        rig.engine.add("r", one, sampled)
+        while rig.engine.has_work:
+            for output in rig.engine.step():
+                if output.token is not None:
+                    found.setdefault(output.choice, []).append(output.token)
+        return found
+
+    expected = run(models.rig(prefix_cache=False))
+    assert len(expected) == 3
+    rig = models.rig(host_pages=20)
+    assert run(rig) == expected
+    flushed(rig)
+    assert run(rig) == expected
+    assert rig.host.counters()["hicache_hit_tokens"] == 64
+    rig.assert_idle()
