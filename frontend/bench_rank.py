@@ -73,7 +73,8 @@ class Memory:
         except BaseException:
             self.context.close()
             raise
-        self.pool: HostPool = self.pools.pages
+        assert isinstance(self.pools.pages, HostPool)
+        self.pool = self.pools.pages
         assert self.pool.buffer is not None
         self.rows = np.frombuffer(self.pool.buffer, np.uint8).reshape(pages, page_bytes)
 

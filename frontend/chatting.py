@@ -17,6 +17,10 @@ from kvrail.runtime.errors import BadRequest
 __all__ = ["ChatRules", "schema_of_calls"]
 
 
+# Nobody sees the white space of a call, and a model may write it without end.
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
 class ChatRules:
     """The formats of one model: by --tool-call-parser and --reasoning-parser, else by its chat template."""
 
@@ -33,9 +37,7 @@ class ChatRules:
             return
         if not self._takes_tools:
             raise BadRequest("tools: the chat template of this model has no place for tools", param="tools")
-        if _is_forced(body):
-            raise BadRequest('tool_choice: only "auto" and "none" are supported', param="tool_choice")
-        if self._format is None:
+        if self._format is None and not _is_forced(body):
             raise BadRequest(
                 "tools: how this model writes tool calls is not known; the server needs --tool-call-parser",
                 param="tools",
@@ -43,12 +45,17 @@ class ChatRules:
 
     def reading(self, body: ChatRequest, tail: str) -> Reading:
         """How the answer to `body` is read, whose prompt ends with `tail`."""
-        marks = self._marks
-        if marks is not None and tail.rstrip().endswith(marks.end):
-            marks = None  # the template has thought for the model: what comes is the answer
-        reading = Reading(
-            marks, thinking=marks is not None and tail.rfind(marks.begin) > tail.rfind(marks.end)
-        )
+        # A grammar holds from the first token on: no thinking comes before.
+        marks = None if body.prescribed else self._marks
+        thinking = False
+        if marks is not None:
+            if body.continue_final_message:
+                thinking = tail.rfind(marks.begin) > tail.rfind(marks.end)
+            else:  # only what the template wrote counts: a message may hold any mark
+                thinking = tail.rstrip().endswith(marks.begin)
+            if not thinking and (body.continue_final_message or tail.rstrip().endswith(marks.end)):
+                marks = None  # the thinking is over: what comes is the answer
+        reading = Reading(marks, thinking=thinking)
         if not body.usable_tools:
             return reading
         forced = _is_forced(body)
@@ -66,11 +73,8 @@ class ChatRules:
 def schema_of_calls(body: ChatRequest) -> dict[str, Any] | None:
     """The JSON schema of an answer that must call tools; None when it need not."""
     if isinstance(body.tool_choice, tuple):
-        return next(
-            tool.schema_of_parameters
-            for tool in body.usable_tools
-            if tool.function.name == body.tool_choice[0]
-        )
+        named = next(tool for tool in body.usable_tools if tool.function.name == body.tool_choice[0])
+        return {**named.schema_of_parameters, **_COMPACT}
     if body.tool_choice != "required":
         return None
     calls = [
@@ -83,7 +87,7 @@ def schema_of_calls(body: ChatRequest) -> dict[str, Any] | None:
         for tool in body.usable_tools
     ]
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most, **_COMPACT}
 
 
 def _is_forced(body: ChatRequest) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvrail.frontend.dispatch import Job
 from kvrail.frontend.stream import Answer, Form, Piece, usage_of
-from kvrail.runtime.errors import EngineFailed, TimedOut
+from kvrail.runtime.errors import EngineFailed
 from kvrail.runtime.messages import Output
 
 __all__ = ["Choice", "Prompted", "merged", "number", "pieces_of", "whole"]
@@ -64,7 +63,7 @@ async def pieces_of(
     going = set(range(len(choices)))
     async with contextlib.aclosing(outputs):
         last: tuple[Choice, Piece] | None = None
-        while (output := await _in_time(anext(outputs, None), job)) is not None:
+        async for output in outputs:
             job.route = output.route
             if output.prompt_logprobs:
                 for choice in choices:
@@ -87,18 +86,6 @@ async def pieces_of(
         if last is None:
             raise EngineFailed("the engine ended the answer without saying why")
     yield last
-
-
-async def _in_time(output: Awaitable[_Item], job: Job) -> _Item:
-    """The output, unless the job's deadline comes first. Raises TimedOut; then the job is over."""
-    if job.deadline is None:
-        return await output
-    try:
-        async with asyncio.timeout(job.deadline - time.monotonic()):
-            return await output
-    except TimeoutError:
-        seconds = job.deadline - job.started
-        raise TimedOut(f"the request took longer than {seconds:.3g} s (--request-timeout-s)") from None
 
 
 async def merged(sources: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

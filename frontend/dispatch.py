@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.tracing import Span, Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
@@ -63,6 +64,9 @@ class Job:
     # Names of the prompt's pages, for routing by prefix; empty with other policies.
     page_keys: list[bytes] = field(default_factory=list)
     deadline: float | None = None
+    # Headers that name the client's trace, and the span of this request below it.
+    trace: Mapping[str, str] = field(default_factory=dict)
+    span: Span | None = None
 
     @property
     def end(self) -> str:
@@ -83,6 +87,7 @@ class Dispatcher:
         client: httpx.AsyncClient,
         token: bytes,
         metrics: FrontMetrics,
+        tracing: Tracing,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -91,6 +96,7 @@ class Dispatcher:
         self._client = client
         self._headers = {**bearer_header(token), "Content-Type": MEDIA_TYPE}
         self._metrics = metrics
+        self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
         self._prefixes = PrefixDirectory() if config.routing == "prefix" else None
         metrics.waiting.set_function(lambda: admission.waiting)
@@ -104,6 +110,7 @@ class Dispatcher:
 
         Raises the RuntimeFault that ended the job: before the first output as well as between two.
         """
+        job.span = self._tracing.span(f"kvrail {job.api}", job.trace, job.started)
         note = _Note(job)
         if self._prefixes is not None and job.cache.use:
             first = namespace("", salt=job.cache.salt)
@@ -229,7 +236,7 @@ class Dispatcher:
             response = await self._client.post(
                 f"{peer.url}/prefill",
                 content=msgspec.msgpack.encode(call),
-                headers=self._headers,
+                headers={**self._headers, **(job.span.headers() if job.span else {})},
                 timeout=_PREFILL_TIMEOUT,
             )
         except httpx.HTTPError as error:
@@ -291,6 +298,7 @@ class _Note:
         self._cached = 0
         self._placed_s: float | None = None
         self._first_s: float | None = None
+        self._handed_over = False
         # When each choice was heard of last.
         self._last: dict[int, float] = {}
 
@@ -314,12 +322,18 @@ class _Note:
             metrics.first_token.labels(output.route).observe(self._first_s)
         elif count and output.choice in self._last:
             since = now - self._last[output.choice]
-            if output.route == "remote" and self._tokens == self._job.sampling.n:
+            if output.route == "remote" and not self._handed_over:
+                self._handed_over = True
                 metrics.handover.observe(since)
             metrics.between_tokens.observe(since / count)
         self._last[output.choice] = now
         self._tokens += count
         self._cached = output.cached_tokens
+
+    @property
+    def _ended(self) -> float:
+        """When the last output came."""
+        return max(self._last.values(), default=self._job.started)
 
     def end(self, metrics: FrontMetrics) -> None:
         job = self._job
@@ -332,11 +346,12 @@ class _Note:
             metrics.whole.prompt.observe(len(job.tokens))
             metrics.whole.generation.observe(self._tokens)
             metrics.whole.end_to_end.observe(time.monotonic() - job.started)
-            metrics.whole.decoding.observe(max(self._last.values()) - job.started - self._first_s)
+            metrics.whole.decoding.observe(self._ended - job.started - self._first_s)
         if self._placed_s is not None:
             metrics.whole.queued.observe(self._placed_s)
         if outcome in ("stop", "length"):
             metrics.whole.succeeded(outcome)
+        self._trace(outcome)
         _log.info(
             "request %s: %s %s, prefill %s, %d prompt tokens (%d cached), %d new, first after %s, all after %.3f s%s",
             job.request_id,
@@ -349,6 +364,27 @@ class _Note:
             "-" if self._first_s is None else f"{self._first_s:.3f} s",
             time.monotonic() - job.started,
             f": {self.reason}" if self.reason else "",
+        )
+
+    def _trace(self, outcome: str) -> None:
+        """End the request's span; its parts are known by now."""
+        job = self._job
+        if job.span is None:
+            return
+        if self._placed_s is not None:
+            job.span.below("wait for a place", job.started, job.started + self._placed_s)
+        if self._placed_s is not None and self._first_s is not None:
+            first = job.started + self._first_s
+            job.span.below("first token", job.started + self._placed_s, first, prefill=self._route)
+            job.span.below("answer", first, self._ended, tokens=self._tokens)
+        job.span.end(
+            error=self.reason,
+            request_id=job.request_id,
+            outcome=outcome,
+            prefill=self._route,
+            prompt_tokens=len(job.tokens),
+            cached_tokens=self._cached,
+            completion_tokens=self._tokens,
         )
 
 

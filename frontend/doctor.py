@@ -6,6 +6,7 @@ A check that fails says so and the rest go on. The exit status is 0 when links c
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -18,7 +19,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvrail.runtime.config import environment, ucx_overrides
+from kvrail.runtime.checkpoint import cache_dir
+from kvrail.runtime.config import environment, mps_sign, ucx_overrides
+from kvrail.transfer.cuda import open_device
+from kvrail.transfer.gpu import Gpu, offered
 from kvrail.transfer.memory import HostPool
 from kvrail.transfer.ucx import EventKind, load_library, open_context, open_reactor
 
@@ -58,7 +62,8 @@ def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
     check("locked memory limit", _memlock)
     check("same-host proof (pidfd)", _pidfd)
     check("processors", lambda: f"{os.cpu_count()} cores")
-    check("GPU", _gpu)
+    check("GPUs", lambda: _gpus(library))
+    check("CUDA MPS", _mps)
     table = Table(title="kvrail doctor", show_lines=False)
     for column in ("", "check", "found"):
         table.add_column(column)
@@ -166,9 +171,28 @@ def _pidfd() -> str:
     return "available: lanes shm and put/cma can be proven quiet when a peer dies"
 
 
-def _gpu() -> str:
+def _gpus(library: str | None) -> str:
+    """Each GPU, opened as a rank would open it, and what lies between each two of them."""
     import torch
 
     if not torch.cuda.is_available():
-        return "none visible to torch (not needed: this version serves from CPUs)"
-    return ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+        return "none visible to torch (not needed: --device cpu is the default)"
+    found = []
+    facts = []
+    for number in range(torch.cuda.device_count()):
+        device = open_device(number, cache_dir(), library=library)
+        facts.append(Gpu(uuid=device.uuid, name=device.name))
+        found.append(f"{number}: {device.name}, page-copy kernels load")
+    for one, other in itertools.combinations(range(len(facts)), 2):
+        path = offered(facts[one], facts[other])
+        if path is not None:
+            trouble = f", {path.trouble}" if path.trouble else ""
+            found.append(f"{one}-{other}: {path.what}, {path.gb_per_s:.3g} GB/s{trouble}")
+    return "; ".join(found)
+
+
+def _mps() -> str:
+    sign = mps_sign()
+    if sign:
+        raise RuntimeError(f"GPUs are shared through MPS ({sign}): no lane peer and no put/cuda_ipc")
+    return "not running: lane peer can be proven quiet when a peer dies"

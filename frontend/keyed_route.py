@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from kvrail.frontend.envelope import Unauthorized
@@ -16,12 +18,18 @@ from kvrail.runtime.control.auth import ApiKeys
 __all__ = ["keyed_route"]
 
 
-def keyed_route(keys: ApiKeys) -> type[APIRoute]:
-    """The class of routes that need one of `keys`."""
+_log = logging.getLogger(__name__)
+_MOST_TOLD = 256
+
+
+def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute]:
+    """The class of routes that need one of `keys`. `ignore_unknown`: fields that are not known are left out."""
 
     class KeyedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
+            known = _field_names(self) if ignore_unknown else None
+            told: set[str] = set()
 
             async def guarded(request: Request) -> Response:
                 if not keys.allow(request.headers.get("authorization")):
@@ -29,8 +37,37 @@ def keyed_route(keys: ApiKeys) -> type[APIRoute]:
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if request.method == "POST" and kind != "application/json":
                     raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
+                if known:
+                    request = _Lenient(request, known, told)
                 return await handle(request)
 
             return guarded
 
     return KeyedRoute
+
+
+def _field_names(route: APIRoute) -> frozenset[str]:
+    """The fields of the body that this route takes; empty when it takes none."""
+    shape = route.body_field.field_info.annotation if route.body_field is not None else None
+    if not (isinstance(shape, type) and issubclass(shape, BaseModel)):
+        return frozenset()
+    return frozenset(field.alias or name for name, field in shape.model_fields.items())
+
+
+class _Lenient(Request):
+    """A request whose body has known fields only. `told`: those that the log has named already."""
+
+    def __init__(self, request: Request, known: frozenset[str], told: set[str]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._known = known
+        self._told = told
+
+    async def json(self) -> Any:
+        body = await super().json()
+        if not isinstance(body, dict):
+            return body
+        for name in body.keys() - self._known - self._told:
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(name)
+                _log.warning("%s: the field %r is not known and is left out", self.url.path, name[:100])
+        return {name: value for name, value in body.items() if name in self._known}

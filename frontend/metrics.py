@@ -124,8 +124,10 @@ class RankCollector(Collector):
                 lane = _link_labels(rank, incarnation.hex(), number)
                 add(GaugeMetricFamily, "link_up", lane, float(report.state == "up"))
                 if report.probes:
-                    best = max(speed for _, speed, _ in report.probes)
+                    best = max(probe[1] for probe in report.probes)
                     add(GaugeMetricFamily, "link_probed_gb_per_s", lane, best)
+                    add(GaugeMetricFamily, "link_probed_us", lane, min(probe[2] for probe in report.probes))
+                    add(GaugeMetricFamily, "link_slow", lane, float(bool(report.slow)))
             if rank.stats is None:
                 continue
             add(CounterMetricFamily, "steps", labels, float(rank.stats.steps))

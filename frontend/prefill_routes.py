@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 
 from kvrail.frontend.envelope import Unauthorized, json_response
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.tracing import Span, Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import token_matches
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall, RankCard, RanksReply
@@ -45,13 +46,19 @@ class PrefillDesk:
     """Takes prefill calls for the ranks of this front and follows each to its end."""
 
     def __init__(
-        self, config: LaunchConfig, ranks: Sequence[RankClient], token: bytes, metrics: FrontMetrics
+        self,
+        config: LaunchConfig,
+        ranks: Sequence[RankClient],
+        token: bytes,
+        metrics: FrontMetrics,
+        tracing: Tracing,
     ) -> None:
         self.stopping = False
         self._config = config
         self._ranks = ranks
         self._token = token
         self._metrics = metrics
+        self._tracing = tracing
         self._running: dict[str, RankRequest[PrefillEvent]] = {}
         # Cancels may overtake their /prefill; the oldest are forgotten, which costs work but never safety.
         self._cancelled: OrderedDict[str, None] = OrderedDict()
@@ -84,11 +91,13 @@ class PrefillDesk:
     async def _prefill(self, request: Request) -> Response:
         self._need_token(request)
         call = await _body(request, PrefillCall)
+        span = self._tracing.span("kvrail prefill", request.headers)
         try:
-            await self._take(call)
+            await self._take(call, span)
         except RuntimeFault as fault:
             self._metrics.prefill_calls.labels("refused").inc()
             _log.warning("prefill %s refused: %s", call.request_id, fault.message)
+            span.end(error=fault.message, request_id=call.request_id)
             raise
         self._metrics.prefill_calls.labels("accepted").inc()
         return json_response({"status": "accepted"}, 202)
@@ -106,7 +115,7 @@ class PrefillDesk:
             running.abort(call.reason)
         return json_response({"status": "cancelled"})
 
-    async def _take(self, call: PrefillCall) -> None:
+    async def _take(self, call: PrefillCall, span: Span) -> None:
         """Give the call to its rank and return when the rank has it; raises RuntimeFault when it does not."""
         if self.stopping:
             raise Unavailable("this prefill engine is stopping", retry_after_s=5.0)
@@ -138,24 +147,29 @@ class PrefillDesk:
             raise Unavailable(f"rank {call.rank} did not take the call in time", retry_after_s=1.0) from None
         match event:
             case Accepted():
-                follower = asyncio.create_task(self._follow(call.request_id, running))
+                follower = asyncio.create_task(self._follow(call.request_id, running, span))
                 self._followers.add(follower)
                 follower.add_done_callback(self._followers.discard)
             case PrefillDone(ok=True):
                 self._drop(call.request_id, running)
+                span.end(request_id=call.request_id, cached_tokens=event.cached_tokens)
             case PrefillDone():
                 self._drop(call.request_id, running)
                 raise fault_of(event.status, event.reason, event.retry_after_s)
             case None:
                 raise _Gone("the request was cancelled")
 
-    async def _follow(self, request_id: str, running: RankRequest[PrefillEvent]) -> None:
+    async def _follow(self, request_id: str, running: RankRequest[PrefillEvent], span: Span) -> None:
+        error, cached = "cancelled", 0
         try:
             async for event in running:
-                if isinstance(event, PrefillDone) and not event.ok:
-                    _log.warning("prefill %s failed: %s", request_id, event.reason)
+                if isinstance(event, PrefillDone):
+                    error, cached = event.reason, event.cached_tokens
+                    if not event.ok:
+                        _log.warning("prefill %s failed: %s", request_id, event.reason)
         finally:
             self._drop(request_id, running)
+            span.end(error=error, request_id=request_id, cached_tokens=cached)
 
     def _drop(self, request_id: str, running: RankRequest[PrefillEvent]) -> None:
         if self._running.get(request_id) is running:

@@ -6,12 +6,13 @@ Nothing here can steer a transfer: ranks, peers and tickets are chosen by the se
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
-from kvrail.frontend.sampling_fields import MOST_LOGPROBS, SamplingFields
+from kvrail.frontend.sampling_fields import MOST_LOGPROBS
+from kvrail.frontend.structured import StructuredFields
 from kvrail.frontend.template import Conversation
 from kvrail.runtime.messages import CacheUse
 
@@ -21,17 +22,6 @@ _MOST_TOOLS = 128
 _MOST_PROMPTS = 128
 _MOST_ANSWERS = 256
 _LONGEST_SALT = 256
-
-
-def _neutral(*allowed: Any) -> AfterValidator:
-    """For a field that clients send by default but that is not implemented: only its neutral values pass."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-            raise ValueError(f"is not supported; leave it out, or give {allowed[0]!r}")
-        return value
-
-    return AfterValidator(check)
 
 
 def _prompts(prompt: Any) -> Any:
@@ -53,12 +43,25 @@ def _prompts(prompt: Any) -> Any:
     return prompts
 
 
+_TEXT = {"type": "string", "minLength": 1}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+# As clients write it: one prompt or several.
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MOST_PROMPTS},
+        {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": _MOST_PROMPTS},
+    ]
+}
+
+
 class _StreamOptions(Shape):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(StructuredFields):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -102,7 +105,6 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[Any, _neutral({"type": "text"})] = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -146,13 +148,13 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`. `prompt` is a list of prompts, each with `n` answers."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     # As the OpenAI API has it: an answer of 16 tokens unless more is asked for.
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
-    suffix: Annotated[Any, _neutral("")] = None
+    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> CompletionRequest:

@@ -22,6 +22,7 @@ from kvrail.frontend.detokenize import TokenBytes
 from kvrail.frontend.template import ChatRenderer, ChatTemplate, Conversation, template_text
 from kvrail.frontend.tokenizing import Backend, TextEncoder
 from kvrail.runtime.errors import BadRequest, ConfigError
+from kvrail.runtime.grammar import Grammars
 
 __all__ = ["Prompt", "Renderer"]
 
@@ -63,6 +64,7 @@ class Renderer:
         self.encoder = TextEncoder(tokenizer, backend=backend, verify_rate=verify_rate)
         # Characters; no text of more than n times this many has n tokens.
         self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.grammars = Grammars(tokenizer.to_str, vocabulary)
         self._tokenizer = tokenizer
         self._bos_id = tokenizer.token_to_id(special_tokens.get("bos_token", "")) if add_bos else None
         self._chat = chat

@@ -14,11 +14,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from kvrail.frontend.chatting import ChatRules
+from kvrail.frontend.chatting import ChatRules, schema_of_calls
 from kvrail.frontend.choices import Choice, Prompted, merged, number, pieces_of, whole
+from kvrail.frontend.deadline import in_time
 from kvrail.frontend.detokenize import Detokenizer, TokenBytes
 from kvrail.frontend.dispatch import Dispatcher, Job
 from kvrail.frontend.envelope import (
@@ -33,12 +35,13 @@ from kvrail.frontend.render import Renderer
 from kvrail.frontend.responses_form import ResponsesForm
 from kvrail.frontend.responses_shapes import ResponsesRequest
 from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
+from kvrail.frontend.structured import check_grammar, json_grammar
 from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import affinity_key
-from kvrail.runtime.errors import Cancelled, EngineFailed, RuntimeFault, TooLong, Unavailable
+from kvrail.runtime.errors import BadRequest, Cancelled, EngineFailed, RuntimeFault, TooLong, Unavailable
 from kvrail.runtime.sampling import check_sampling
 
 __all__ = ["openai_routes"]
@@ -81,7 +84,9 @@ def openai_routes(
         if characters > most * renderer.longest_token:
             raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
 
-    router = APIRouter(prefix="/v1", route_class=keyed_route(keys))
+    router = APIRouter(
+        prefix="/v1", route_class=keyed_route(keys, ignore_unknown=config.ignore_unknown_fields)
+    )
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -96,16 +101,18 @@ def openai_routes(
     async def converse(body: ChatRequest, request: Request, api: str, form: Callable[..., Form]) -> Response:
         limit = check_model(body.model)
         rules.check(body)
+        grammar = await grammar_of(body)
         check_text(sum(len(message.content or "") for message in body.messages))
         prompt = await renderer.chat(body.conversation())
         reading = rules.reading(body, prompt.tail)
-        job = _job(request, api, body, prompt.tokens, limit, _first_words(body))
+        job = _job(request, api, body, prompt.tokens, limit, _first_words(body), grammar)
         form = functools.partial(form, reading=reading)
         return await answer(request, body, [(job, reading.markers, None)], form)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         limit = check_model(body.model)
+        grammar = await grammar_of(body)
         several = len(body.prompt) > 1
         prompts: list[tuple[Job, Sequence[str], Echo | None]] = []
         for place, prompt in enumerate(body.prompt):
@@ -119,9 +126,22 @@ def openai_routes(
             if body.echo:
                 text = prompt if isinstance(prompt, str) else _text_of(tokens, renderer, body)
                 echo = Echo(text, tokens, only=body.prompt_only)
-            job = _job(request, "completions", body, tokens, limit, first_words, place)
+            job = _job(request, "completions", body, tokens, limit, first_words, grammar, place)
             prompts.append((job, (), echo))
         return await answer(request, body, prompts, CompletionForm)
+
+    async def grammar_of(body: GenerationRequest) -> str:
+        """What the answer must follow, known to compile, or ""."""
+        schema = schema_of_calls(body) if isinstance(body, ChatRequest) else None
+        if schema is not None and body.prescribed:
+            raise BadRequest(
+                "tool_choice: a call and a form of the answer exclude each other", param="tool_choice"
+            )
+        found = ("tools", json_grammar(schema)) if schema is not None else body.grammar()
+        if found is None:
+            return ""
+        await check_grammar(renderer.grammars, found[1], renderer.eos_ids, found[0])
+        return found[1]
 
     def _job(
         request: Request,
@@ -130,6 +150,7 @@ def openai_routes(
         tokens: list[int],
         limit: int,
         first_words: str,
+        grammar: str,
         place: int = 0,
     ) -> Job:
         param = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -140,9 +161,12 @@ def openai_routes(
             )
         sampling = body.sampling(len(tokens), limit, renderer.eos_ids, param=param)
         check_sampling(sampling, renderer.vocabulary)
+        if grammar:
+            sampling = msgspec.structs.replace(sampling, grammar=grammar, eos_ids=renderer.eos_ids)
         now, most_s = time.monotonic(), config.request_timeout_s
         return Job(
             started=now,
+            trace={"traceparent": trace} if (trace := request.headers.get("traceparent")) else {},
             deadline=None if most_s is None else now + most_s,
             request_id=f"{request_id(request)}.{place}" if place else request_id(request),
             api=api,
@@ -164,7 +188,7 @@ def openai_routes(
             for job, markers, echo in prompts
         ]
         usage = number(prompted, running_usage=body.continuous_usage)
-        pieces = merged([pieces_of(one, dispatcher.run(one.job)) for one in prompted])
+        pieces = merged([pieces_of(one, in_time(one.job, dispatcher.run(one.job))) for one in prompted])
         async with until_disconnect(request.receive):
             first = await anext(pieces)
         forms = [choice.form for one in prompted for choice in one.choices]

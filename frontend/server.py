@@ -22,11 +22,13 @@ from kvrail.frontend.cache_routes import cache_routes
 from kvrail.frontend.dispatch import Dispatcher
 from kvrail.frontend.envelope import Envelope, install_error_bodies
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.page_route import page_route
 from kvrail.frontend.prefill_routes import PrefillDesk
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.routes import openai_routes
 from kvrail.frontend.status_routes import status_routes
 from kvrail.frontend.tls import client_trust
+from kvrail.frontend.tracing import Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
@@ -96,11 +98,13 @@ async def _application(
             expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
         )
     install_error_bodies(app)
+    tracing = Tracing(config.otlp_endpoint, config.role)
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
         peers: PeerWatcher | None = None
         desk: PrefillDesk | None = None
         if config.role == "pe":
-            desk = PrefillDesk(config, ranks, token, metrics)
+            desk = PrefillDesk(config, ranks, token, metrics, tracing)
             stack.push_async_callback(desk.close)
             app.include_router(desk.routes())
         else:
@@ -110,8 +114,9 @@ async def _application(
                 stack.push_async_callback(peers.close)
             assert renderer is not None
             renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
-            dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics)
+            dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics, tracing)
             stack.push_async_callback(dispatcher.close)
+            app.include_router(page_route())
             app.include_router(
                 openai_routes(config, ranks, dispatcher, renderer, ApiKeys(config.api_key_file))
             )

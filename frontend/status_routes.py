@@ -93,9 +93,10 @@ def _lanes(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher
                     "transport": report.transport,
                     "memory": report.memory,
                     "same_host": report.same_host,
+                    "slow": report.slow,
                     "probes": [
-                        {"bytes": size, "gb_per_s": speed, "us": time_us}
-                        for size, speed, time_us in report.probes
+                        {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
+                        for size, speed, time_us, runs, way in report.probes
                     ],
                     "counters": counters.get((incarnation.hex(), number))
                     or {"pages": 0.0, "states": 0.0, "bytes": 0.0, "tickets": 0.0},

@@ -71,7 +71,8 @@ class TextEncoder:
 
     def _slowly(self, text: str, special: bool) -> list[int]:
         # As a batch of one: `encode` keeps the GIL, and so the event loop, for as long as it takes.
-        return list(self._hf.encode_batch([text], add_special_tokens=special)[0].ids)
+        # Without offsets: freeing them takes longer than the loop should stand still.
+        return list(self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def _give_up(self, reason: str) -> None:
         _log.error("fastokens differs from the checkpoint's tokenizer: %s; it is not used any more", reason)

@@ -87,7 +87,8 @@ class Batch:
             rows += [row] * len(choices)
         if not rows:
             return [(sequence, []) for sequence, _ in drawing]
-        logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        if rows != list(range(len(logits))):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         drawn = iter(sample(logits, [choice.row() for _, choices in drawing for choice in choices]))
         result: list[tuple[EngineSequence, list[Drawn] | str]] = []
         for sequence, choices in drawing:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ import torch
 
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.config import LaunchConfig, environment, ucx_overrides
+from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
+from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
+from kvrail.runtime.grammar import Grammars, tokenizer_text
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.host_cache_build import build_host_cache
 from kvrail.runtime.messages import ToFront
@@ -56,33 +59,43 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
     config = spec.config
     if config.resolved_threads is not None:
         torch.set_num_threads(config.resolved_threads)
+    # What the machine lacks is said before a model is loaded.
+    device = rank_device(config, spec.rank)
+    library = config.ucx or environment("KVRAIL_UCX")
+    cuda = open_cuda(config, spec.rank, library)
     checkpoint = open_checkpoint(config.model, _log_progress)
     model = PagedModel.load(
         checkpoint,
         config.dtype,
         config.page_tokens,
         _log_progress,
-        device=config.device,
+        device=device,
         attention=config.attention,
     )
     layout = model.layout
-    pages, state_slots = pool_sizes(config, layout)
+    pages, state_slots = pool_sizes(config, layout, free_bytes(device))
     with contextlib.ExitStack() as stack:
         context = open_context(
             config.put_transport,
             config.kv_host,
-            library=config.ucx or environment("KVRAIL_UCX"),
+            library=library,
             overrides=ucx_overrides(),
+            cuda=cuda is not None,
         )
         stack.callback(context.close)
-        reactor = open_reactor(context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads)
+        reactor = open_reactor(
+            context, spin_us=config.resolved_spin_us, copy_threads=config.copy_threads, cuda=cuda
+        )
         stack.callback(reactor.close)
+        on_gpu = device != "cpu"
         pools = Pools.allocate(
             context,
             pages=max(1, pages),
             page_bytes=layout.unit_bytes,
             state_slots=state_slots,
             state_bytes=layout.state_bytes,
+            cuda=cuda if on_gpu else None,
+            pin=None if on_gpu else cuda,
         )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
@@ -90,6 +103,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
         host_cache = build_host_cache(config, context, layout, pools, pool, memory)
+        grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
+        stack.callback(grammars.close)
         engine = EmbeddedEngine(
             model,
             pool,
@@ -99,6 +114,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            grammars=grammars,
         )
         stack.callback(engine.close)
         links: Links | None = None
@@ -111,8 +127,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 pools=pools,
                 options=_link_options(spec),
                 accept=config.role == "pe",
+                gpu=gpu_facts(cuda, mps_sign()),
             )
-            stack.callback(_close_links, links, memory)
+            stack.callback(_close_links, links, memory, pools)
         role, queue_limit = _role(
             config, incarnation, spec.rank, engine, pool, pools, links, send, host_cache
         )
@@ -125,15 +142,16 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             if links is not None and accepts
             else PeerAddress(incarnation, spec.rank, "", 0),
             pages=pages,
-            pool_memory=f"{pools.pages.memory} ({pools.pages.backing})",
+            pool_memory=f"cuda ({cuda.name})" if on_gpu and cuda else f"host ({pools.pages.backing})",
             queue_limit=queue_limit,
         )
 
 
-def _close_links(links: Links, memory: contextlib.ExitStack) -> None:
+def _close_links(links: Links, memory: contextlib.ExitStack, pools: Pools) -> None:
     """End the links; what a peer may still write into is left mapped, and goes with this process."""
     if not links.close():
         memory.pop_all()
+        pools.leave_open()
 
 
 def _log_progress(what: str, share: float) -> None:

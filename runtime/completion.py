@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
-from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off, going_on
+from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
@@ -37,7 +37,7 @@ from kvrail.runtime.messages import (
     ToFront,
     ToRank,
 )
-from kvrail.runtime.rank_stats import pool_gauges, rank_stats
+from kvrail.runtime.rank_stats import completion_counters, pool_gauges, rank_stats
 from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
@@ -93,6 +93,8 @@ class Completion:
         self._largest_ticket = largest_ticket
         self._cache = cache
         self._board = LinkBoard(send)
+        # Links whose pages a network card writes into our GPU.
+        self._written_by_card: set[LinkKey] = set()
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._stalled_since = 0.0
@@ -126,8 +128,11 @@ class Completion:
         receiver = self._receiver
         match event:
             case LinkUp(key, epoch, lane):
+                if lane.card_writes_gpu:
+                    self._written_by_card.add(key)
                 receiver.link_up(now, key, epoch, lane.fence)
             case LinkDown(key, epoch, reason):
+                self._written_by_card.discard(key)
                 receiver.link_down(now, key, epoch, reason)
             case Proven(key, epoch, how):
                 receiver.proven(now, key, epoch, how)
@@ -139,8 +144,6 @@ class Completion:
                 receiver.on_message(now, key, message)
             case PeerBeat(key, beat):
                 receiver.on_beat(now, key, beat)
-            case _:
-                pass
         self._carry_out(now)
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
@@ -184,19 +187,17 @@ class Completion:
         request = Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
         self._requests[request_id] = request
         self._counters["requests_submitted"] += 1
+        request.keys = self.engine.prefix_keys(tokens, message.cache) if message.peer else []
+        lacking = self.engine.layout.pages_for(len(tokens)) - self._pool.known(request.keys)
         if message.peer is None:
             self._prefill_here(request, None)
-            return
-        request.keys = self.engine.prefix_keys(tokens, message.cache)
-        lacking = self.engine.layout.pages_for(len(tokens)) - self._pool.known(request.keys)
-        if lacking > self._largest_ticket:
+        elif lacking > self._largest_ticket:
             reason = (
                 f"its {lacking} pages are more than one link may hold ({self._largest_ticket}: --link-share)"
             )
             if message.fallback:
                 self._lost(request, reason, None)
-            else:
-                # Trying again would help nobody.
+            else:  # Trying again would help nobody.
                 self._fail(request, 400, f"the prompt is too long to be prefilled elsewhere: {reason}", None)
         else:
             self._waiting.append(request)
@@ -245,9 +246,7 @@ class Completion:
         return None
 
     def _refuse_stalled(self, now: float) -> None:
-        """The engine waits for pages in quarantine, which may never come back: after a while, refuse one of those
-        who wait, so that the others may fit.
-        """
+        """Pages in quarantine may never come back: after a while, refuse one of those who wait for them."""
         waiting = (
             [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
         )
@@ -266,7 +265,7 @@ class Completion:
             if hand_off is None:
                 self.engine.add(request.id, request.tokens, sampling, cache=request.submit.cache)
             else:
-                firsts, cache = going_on(request.open, hand_off), request.submit.cache
+                firsts, cache = request.going_on(hand_off), request.submit.cache
                 self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts, cache=cache)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
@@ -344,6 +343,9 @@ class Completion:
             self._pool.release(landed.owner)
             return
         self._board.count(request.link, **counts_of(landed))
+        if request.link in self._written_by_card and self._pools.cuda is not None:
+            # Before anything on the GPU reads them.
+            self._pools.cuda.flush_remote_writes()
         fault = damage_of(landed, self._pools, self._counters)
         if fault:
             _log.error("request %s: %s", request.id, fault)
@@ -364,7 +366,7 @@ class Completion:
                 request.tokens,
                 request.submit.sampling,
                 owner=landed.owner,
-                first_tokens=going_on(request.open, landed.hand_off),
+                first_tokens=request.going_on(landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
                 cache=request.submit.cache,
             )
@@ -443,8 +445,6 @@ class Completion:
     def stats(self, steps: int) -> Stats:
         """Gauges and counters, as doc/metrics.md names them."""
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
-        gauges["requests_open"] = len(self._requests)
-        gauges["requests_without_room"] = len(self._waiting)
-        return rank_stats(
-            steps, gauges, self._counters, self._receiver.counters, self._cache, self._board.counters()
-        )
+        gauges |= {"requests_open": len(self._requests), "requests_without_room": len(self._waiting)}
+        counters = completion_counters(self._counters, self._receiver.counters)
+        return rank_stats(steps, gauges, counters, self._cache, self._board.counters())

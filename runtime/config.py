@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ __all__ = [
     "environment",
     "is_loopback",
     "keep_compiled_attention",
+    "mps_sign",
     "rank_environment",
     "ucx_overrides",
 ]
@@ -30,6 +32,7 @@ __all__ = [
 Role = Literal["pe", "ce", "single"]
 Attention = Literal["auto", "flashinfer", "torch"]
 DEFAULT_PORT = {"ce": 8888, "single": 8888, "pe": 8889}
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -61,7 +64,10 @@ class LaunchConfig:
     )
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
-    kv_memory_gb: float | None = _setting(None, "GiB for pages and state slots (default: 1 on a CPU host)")
+    kv_memory_gb: float | None = _setting(
+        None,
+        "GiB for pages and state slots (default: 1 on a CPU, half of what the model leaves free on a GPU)",
+    )
     state_slots: int | None = _setting(
         None,
         "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
@@ -77,7 +83,10 @@ class LaunchConfig:
         8, "pages of a prompt between the states that the host cache keeps; one more at its end"
     )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
-    device: str = _setting("cpu", "cpu")
+    device: str = _setting(
+        "cpu",
+        "where model and pages live: cpu, cuda, or cuda:N (rank i of --dp takes the i-th GPU from there)",
+    )
     attention: Literal["auto", "flashinfer", "torch"] = _setting(
         "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
     )
@@ -115,12 +124,15 @@ class LaunchConfig:
     tokenizer_verify_rate: float = _setting(
         0.01, "share of texts that fastokens and hf both tokenise; a difference ends the use of fastokens"
     )
-    lane: Literal["auto", "shm", "put"] = _setting(
-        "auto", "how pages travel (shared memory, UCX put, or the best of both)"
+    lane: Literal["auto", "shm", "peer", "put"] = _setting(
+        "auto",
+        "how pages travel: shared memory, copies into the peer's GPU memory, UCX put, or the best that works",
     )
-    put_transport: Literal["auto", "cma", "tcp"] = _setting("auto", "which UCX transport lane put may use")
+    put_transport: Literal["auto", "cma", "tcp"] = _setting(
+        "auto", "which UCX transport lane put may use (auto for pages in GPU memory)"
+    )
     require_lane: str | None = _setting(
-        None, "refuse links that do not get this lane (shm, put, put/cma, put/tcp)"
+        None, "refuse links that do not get this lane (shm, peer, put, put/cma, put/tcp, put/cuda_ipc)"
     )
     local_prefill: Literal["auto", "never", "always"] = _setting(
         "auto", "ce: prefill here when no prefill engine can (auto), never, or always"
@@ -139,6 +151,9 @@ class LaunchConfig:
     )
     copy_threads: int = _setting(1, "threads that copy for lane shm")
     token_file: str | None = _setting(None, "file with the cluster token; required off loopback")
+    ignore_unknown_fields: bool = _setting(
+        False, "leave out fields of requests that are not known (logged once each) instead of refusing them"
+    )
     api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
     ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
     ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")
@@ -164,6 +179,10 @@ class LaunchConfig:
     )
     access_log: Literal["json", "none"] = _setting(
         "json", "one line of JSON for each HTTP request, without any of its text (json), or none"
+    )
+    otlp_endpoint: str | None = _setting(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP, as http://127.0.0.1:4318) for traces of requests",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
 
@@ -214,6 +233,10 @@ class LaunchConfig:
             self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
             "--max-prompt-tokens must be at least 1",
         )
+        _require(
+            self.otlp_endpoint is None or _is_http_url(self.otlp_endpoint),
+            f"--otlp-endpoint {self.otlp_endpoint}: a URL such as http://127.0.0.1:4318",
+        )
         _require(0 < self.max_body_mb <= 4096, "--max-body-mb must be above 0 and at most 4096")
         _require(
             self.request_timeout_s is None or 0 < self.request_timeout_s <= 86400 * 7,
@@ -235,7 +258,21 @@ class LaunchConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"--dtype {self.dtype}: must be auto, float32, bfloat16 or float16",
         )
-        _require(self.device == "cpu", f"--device {self.device}: must be cpu in this version")
+        _require(
+            _DEVICE.fullmatch(self.device) is not None, f"--device {self.device}: must be cpu, cuda or cuda:N"
+        )
+        on_gpu = self.device != "cpu"
+        _require(
+            not on_gpu or self.put_transport == "auto",
+            f"--put-transport {self.put_transport} is for host memory: UCX cannot put from or into a GPU over it alone",
+        )
+        _require(
+            not on_gpu or self.lane != "shm", f"--lane shm is for host memory, not for --device {self.device}"
+        )
+        _require(
+            on_gpu or self.lane != "peer" or self.role == "pe",
+            "--lane peer on a ce needs its pages in GPU memory: give --device cuda",
+        )
         _require(
             self.attention in ("auto", "flashinfer", "torch"),
             f"--attention {self.attention}: must be auto, flashinfer or torch",
@@ -261,6 +298,12 @@ class LaunchConfig:
     def resolved_port(self) -> int:
         """The HTTP port: as given, or the role's default."""
         return DEFAULT_PORT[self.role] if self.port is None else self.port
+
+    def device_of(self, rank: int) -> int | None:
+        """The ordinal of the CUDA device that this rank uses; None for the CPU."""
+        if self.device == "cpu":
+            return None
+        return int(self.device.partition(":")[2] or 0) + rank
 
     @property
     def model_name(self) -> str:
@@ -315,8 +358,8 @@ def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
     if required is None:
         return
     name, slash, transport = required.partition("/")
-    known = name == "put" and bool(transport) if slash else name in ("shm", "put")
-    _require(known, f"--require-lane {required}: must be shm, put, put/cma or put/tcp")
+    known = name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
+    _require(known, f"--require-lane {required}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc")
     _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
     _require(
         not transport or put_transport in ("auto", transport),
@@ -355,6 +398,13 @@ def rank_environment() -> dict[str, str]:
     if os.environ.get("OMP_WAIT_POLICY"):
         return child_environment()
     return child_environment(GOMP_SPINCOUNT="2000")
+
+
+def mps_sign() -> str:
+    """What says that CUDA programs of this user share GPUs through an MPS server, for people; "" when nothing does."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    # The daemon's pipe: it takes the file along when it quits.
+    return f"its control pipe is in {folder}" if (Path(folder) / "control").exists() else ""
 
 
 def keep_compiled_attention(folder: Path) -> None:

@@ -23,11 +23,13 @@ import torch
 from kvrail.runtime.batch import Batch, Drawn
 from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
-from kvrail.runtime.errors import BadRequest, TooLong
+from kvrail.runtime.errors import BadRequest
+from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
+from kvrail.runtime.ready import check_prompt, ready_sequences
 from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -49,7 +51,8 @@ class EmbeddedEngine:
 
     `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
     outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
-    sliding-window layers need. `max_model_len` is cut to what the model and the pool can hold.
+    sliding-window layers need. `grammars`: None where answers are not to follow any.
+    `max_model_len` is cut to what the model and the pool can hold.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class EmbeddedEngine:
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
         host_cache: HostPrefixCache | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.layout = model.layout
         self.vocab_size = model.vocab_size
@@ -87,6 +91,7 @@ class EmbeddedEngine:
         self._prefixes = self._memory.prefixes
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
+        self._grammars = grammars
         self._sequences: dict[str, EngineSequence] = {}
         # The live choices of each request for several, once its prompt is computed.
         self._families: dict[str, list[EngineSequence]] = {}
@@ -109,7 +114,10 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check(sequence_id, tokens, sampling)
-        self._queue(EngineSequence(sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache))
+        sequence = EngineSequence(
+            sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache, grammars=self._grammars
+        )
+        self._queue(sequence)
 
     def resume(
         self,
@@ -122,7 +130,7 @@ class EmbeddedEngine:
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
         if sequence.to_branch:
             sequence.firsts = first_tokens
         else:
@@ -144,7 +152,7 @@ class EmbeddedEngine:
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
         self._sequences[sequence_id] = sequence
@@ -215,9 +223,9 @@ class EmbeddedEngine:
         """Run one batch and tell what it did for each sequence in it."""
         self._prefixes.poll()
         self._admit()
-        ready, faulty = self._prefixes.ready(self._running)
+        ready, faulty = ready_sequences(self._running, self._prefixes)
         for sequence, fault in faulty:
-            self._fail(sequence, f"pages of the host cache could not be copied: {fault}")
+            self._fail(sequence, fault)
         pending = [Pending(s.sequence_id, s.remaining) for s in ready]
         turns = self._with_pages(plan_step(pending, token_budget=self._token_budget))
         turns = [self._cut(turn) for turn in turns]
@@ -232,18 +240,11 @@ class EmbeddedEngine:
 
     def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
         check_sampling(sampling, self.vocab_size)
+        if sampling.grammar and self._grammars is None:
+            raise BadRequest("this engine has no grammars", param="response_format")
         if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
-        if len(tokens) == 0:
-            raise BadRequest("the prompt is empty", param="prompt")
-        if len(tokens) >= self.max_model_len:
-            raise TooLong(
-                f"the prompt has {len(tokens)} tokens; at most {self.max_model_len - 1} fit "
-                f"(max_model_len {self.max_model_len}, and one token of answer)",
-                param="prompt",
-            )
-        if int(tokens.max()) >= self.vocab_size:
-            raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
+        check_prompt(tokens, self.max_model_len, self.vocab_size)
 
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvrail.transfer.memory import Pools
 from kvrail.transfer.tickets import Landed
 from kvrail.transfer.wire import HAND_OFF_VERSION, FirstSample, HandOff
 
-__all__ = ["counts_of", "damage_of", "fault_of_hand_off", "going_on", "hand_off_record"]
+__all__ = ["counts_of", "damage_of", "fault_of_hand_off", "hand_off_record"]
 
 
 def hand_off_record(sampling: Sampling, prompt_tokens: int, outputs: Sequence[StepOutput]) -> HandOff:
@@ -85,8 +85,3 @@ def damage_of(landed: Landed, pools: Pools, counters: Counter[str]) -> str:
         if int(page_checksums(pools.state, slot)[0]) != landed.bell.state_checksum:
             return "checksum of the state slot"
     return ""
-
-
-def going_on(open_choices: Collection[int], hand_off: HandOff) -> dict[int, int]:
-    """The first tokens of the choices that have not ended."""
-    return {choice: first.token for choice, first in enumerate(hand_off.firsts) if choice in open_choices}

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+import msgspec
+
 from kvrail.runtime.messages import LinkReport, ToFront
 from kvrail.transfer.link_events import (
     LinkDown,
@@ -86,8 +88,9 @@ class LinkBoard:
                         transport=lane.transport,
                         memory=lane.memory,
                         reason=lane.reason,
-                        probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
+                        probes=[probe[:] for probe in lane.probes],
                         same_host=lane.same_host,
+                        slow=lane.slow,
                     )
                 )
             case LinkDown(key, _, reason):
@@ -117,20 +120,7 @@ class LinkBoard:
             self._set(LinkReport(incarnation=key.incarnation, rank=key.rank, state=state, reason=reason))
         elif (old.state, old.reason) != (state, reason):
             # The lane stays in the report of a link that is down: it says what was lost.
-            self._set(
-                LinkReport(
-                    incarnation=key.incarnation,
-                    rank=key.rank,
-                    state=state,
-                    epoch=old.epoch,
-                    lane=old.lane,
-                    transport=old.transport,
-                    memory=old.memory,
-                    reason=reason,
-                    probes=old.probes,
-                    same_host=old.same_host,
-                )
-            )
+            self._set(msgspec.structs.replace(old, state=state, reason=reason))
 
     def _set(self, report: LinkReport) -> None:
         for key in forget_ended(self._reports, LinkKey(report.incarnation, report.rank), report):

@@ -71,6 +71,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     # How many of the likeliest tokens to tell beside each token of the answer, and of the prompt.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # What the answer must be (see runtime/grammar.py; empty: anything), and the tokens that end it where it may end.
+    grammar: str = ""
+    eos_ids: list[int] = []
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -250,9 +253,11 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     transport: str = ""
     memory: str = ""
     reason: str = ""
-    # (bytes per put, GB/s, µs per put) for each probed size.
-    probes: list[tuple[int, float, float]] = []
+    # (bytes, GB/s, µs, runs of neighbouring units, way) of each probed batch.
+    probes: list[tuple[int, float, float, int, str]] = []
     same_host: bool = False
+    # That the lane is far slower than the hardware in between ("" when it is not).
+    slow: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -27,6 +27,7 @@ from kvrail.runtime.architectures import layer_windows, shrunk_window
 from kvrail.runtime.checkpoint import Checkpoint, Progress, cache_dir
 from kvrail.runtime.config import Attention, keep_compiled_attention
 from kvrail.runtime.device import device_name, open_device, out_of_memory
+from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
@@ -155,7 +156,7 @@ class PagedModel:
         if progress:
             progress("loading the weights", 0.0)
         try:
-            model = _load_weights(checkpoint, layout.dtype).to(place)
+            model = _load_weights(checkpoint, layout.dtype, place)
             if progress:
                 progress("checking the model", 0.8)
             with shrunk_window(model, _CHECK_WINDOW):
@@ -247,8 +248,8 @@ def _own_logits(model: Any, prompts: list[np.ndarray[Any, Any]]) -> torch.Tensor
         return torch.stack(rows).float()
 
 
-def _load_weights(checkpoint: Checkpoint, dtype: str) -> Any:
-    """The model as transformers has it, in host memory."""
+def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
+    """The model as transformers has it, on `device`."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -256,9 +257,12 @@ def _load_weights(checkpoint: Checkpoint, dtype: str) -> Any:
     # Progress is the caller's to show.
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        if (seed := drawn_seed(checkpoint.folder)) is not None:
+            return drawn_model(checkpoint.config, getattr(torch, dtype), device, seed)
+        model = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder, dtype=getattr(torch, dtype), attn_implementation="eager"
-        ).eval()
+        )
+        return model.eval().to(device)
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
 

@@ -13,6 +13,9 @@ __all__ = ["PoolSizes", "pool_sizes"]
 
 _GIB = 1 << 30
 _DEFAULT_POOL_GIB = 1.0
+# Of the GPU memory that the model leaves free, the pools take so much unless told otherwise: activations, kernels
+# that are compiled later and another rank on the same GPU need the rest.
+_DEFAULT_GPU_SHARE = 0.5
 
 
 class PoolSizes(NamedTuple):
@@ -22,14 +25,15 @@ class PoolSizes(NamedTuple):
     state_slots: int
 
 
-def pool_sizes(config: LaunchConfig, layout: PageLayout) -> PoolSizes:
+def pool_sizes(config: LaunchConfig, layout: PageLayout, gpu_free_bytes: int | None = None) -> PoolSizes:
     """Sizes of a rank's pools. Raises ConfigError when the memory does not hold two pages, or a state slot.
 
     A slot for each sequence that may run; where memory is given in GiB, slots take at most half of it, or all of it
-    when nothing is paged.
+    when nothing is paged. `gpu_free_bytes`: what the GPU has free; None for pools in host memory.
     """
     slots = 0
-    budget = int((config.kv_memory_gb or _DEFAULT_POOL_GIB) * _GIB)
+    default = _DEFAULT_POOL_GIB if gpu_free_bytes is None else gpu_free_bytes * _DEFAULT_GPU_SHARE / _GIB
+    budget = int((config.kv_memory_gb or default) * _GIB)
     if layout.state_bytes:
         slots = config.state_slots or config.max_num_seqs
         if config.state_slots is None and config.kv_pages is None:

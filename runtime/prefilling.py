@@ -38,6 +38,7 @@ from kvrail.transfer.link_events import (
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
+from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.tickets import (
     PAGE_POOL,
@@ -54,7 +55,7 @@ from kvrail.transfer.tickets import (
     StartPrefill,
     StopWriter,
 )
-from kvrail.transfer.wire import Beat, encode, unpack_u32
+from kvrail.transfer.wire import Beat, Doorbell, encode, unpack_u32
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -97,9 +98,12 @@ class Prefilling:
         self._cache = cache
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
+        self._planners: dict[LinkKey, Planner] = {}
         self._writers: dict[int, _ucx.Writer] = {}
         # Units that each writer had written when we last looked.
         self._written: dict[int, int] = {}
+        # Behind all of the model's work so far; one serves everything that a step has computed.
+        self._fence: _ucx.CudaFence | None = None
         self._counters: Counter[str] = Counter()
 
     # --- what comes in ----------------------------------------------------------------------------------------
@@ -134,9 +138,11 @@ class Prefilling:
         """Something happened on a link."""
         self._board.note(event)
         match event:
-            case LinkUp(key, epoch):
+            case LinkUp(key, epoch, lane):
+                self._planners[key] = Planner.of(lane.probes)
                 self._sender.link_up(now, key, epoch)
             case LinkDown(key, epoch, reason):
+                self._planners.pop(key, None)
                 self._sender.link_down(now, key, epoch, reason)
             case Proven(key, epoch):
                 self._sender.proven(key, epoch)
@@ -165,6 +171,7 @@ class Prefilling:
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
         """The model has run one step: push what became final, send first tokens ahead."""
+        self._fence = None
         for place, output in enumerate(outputs):
             call = self._calls.get(output.sequence_id)
             if call is None or output.choice:
@@ -238,11 +245,7 @@ class Prefilling:
                 if writer not in self._writers:
                     return
                 if pages is not None:
-                    sums = pack_checksums(page_checksums(self._pools.pages, pages))
-                    bell = msgspec.structs.replace(bell, checksums=sums)
-                    if state_slot >= 0 and self._pools.state is not None:
-                        state_sum = page_checksums(self._pools.state, np.array([state_slot], dtype=np.uint32))
-                        bell = msgspec.structs.replace(bell, state_checksum=int(state_sum[0]))
+                    bell = self._summed(bell, pages, state_slot)
                 self._writers[writer].ring(encode(bell))
                 self._board.count(LinkKey(*link), tickets=1)
             case StopWriter(_, writer):
@@ -262,16 +265,45 @@ class Prefilling:
             return
         memory = self._pools.pages if push.pool == PAGE_POOL else self._pools.state
         assert memory is not None
+        nbytes = len(push.target) * memory.unit_bytes
+        way = "" if push.cached else self._push_own(writer, push, memory.address, nbytes)
         if push.cached:
-            # Straight from the host cache, while the rest of the prompt is computed.
-            assert self._cache is not None
-            for span in self._cache.spans(push.source):
-                writer.push(push.pool, span.address, span.units, push.target[span.where])
-            self._counters["pages_pushed_from_host"] += len(push.target)
-        else:
-            writer.push(push.pool, memory.address, push.source, push.target)
+            self._push_cached(writer, push)
         units = {"pages" if push.pool == PAGE_POOL else "states": len(push.target)}
-        self._board.count(LinkKey(*push.link), bytes=len(push.target) * memory.unit_bytes, **units)
+        by_way = {f"bytes_by_{way}": nbytes} if way else {}
+        self._board.count(LinkKey(*push.link), bytes=nbytes, **units, **by_way)
+
+    def _push_own(self, writer: _ucx.Writer, push: Push, address: int, nbytes: int) -> str:
+        """From our pools; returns the way that the bytes take, "" where there is one only."""
+        planner = self._planners.get(LinkKey(*push.link))
+        way = planner.choose(nbytes, count_runs(push.source, push.target)) if planner else None
+        # The copy waits on the GPU for the model's work, and this thread for neither.
+        writer.push(push.pool, address, push.source, push.target, after=self._computed(), way=way or "")
+        return way or ""
+
+    def _push_cached(self, writer: _ucx.Writer, push: Push) -> None:
+        """Straight from the host cache, while the rest of the prompt is computed."""
+        assert self._cache is not None
+        for span in self._cache.spans(push.source):
+            writer.push(push.pool, span.address, span.units, push.target[span.where])
+        self._counters["pages_pushed_from_host"] += len(push.target)
+
+    def _computed(self) -> _ucx.CudaFence | None:
+        """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""
+        if self._fence is None:
+            self._fence = self._pools.fence(self.engine.stream)
+        return self._fence
+
+    def _summed(self, bell: Doorbell, pages: npt.NDArray[np.uint32], state_slot: int) -> Doorbell:
+        """The doorbell with the checksums of what was pushed. Waits for the model's work."""
+        after = self._computed()
+        sums = pack_checksums(page_checksums(self._pools.pages, pages, after))
+        bell = msgspec.structs.replace(bell, checksums=sums)
+        if state_slot >= 0 and self._pools.state is not None:
+            slot = np.array([state_slot], dtype=np.uint32)
+            state_sum = int(page_checksums(self._pools.state, slot, after)[0])
+            bell = msgspec.structs.replace(bell, state_checksum=state_sum)
+        return bell
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]
@@ -313,6 +345,5 @@ class Prefilling:
         gauges = pool_gauges(self._pool, self.engine) | self._sender.gauges()
         gauges["requests_open"] = len(self._calls)
         gauges["writers_open"] = len(self._writers)
-        return rank_stats(
-            steps, gauges, self._counters, self._sender.counters, self._cache, self._board.counters()
-        )
+        counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
+        return rank_stats(steps, gauges, counters, self._cache, self._board.counters())

@@ -80,7 +80,8 @@ class PrefixCaches:
         if self._host is None or not self._host.loads:
             return running, []
         here = [sequence for sequence in running if not self.loading(sequence)]
-        faulty = [(one, fault) for one in here if (fault := self._host.fault(one.sequence_id))]
+        told = "pages of the host cache could not be copied"
+        faulty = [(one, f"{told}: {why}") for one in here if (why := self._host.fault(one.sequence_id))]
         ready = [sequence for sequence in here if not self._host.fault(sequence.sequence_id)]
         for sequence in ready:
             self.index(sequence)

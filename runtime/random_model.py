@@ -16,6 +16,7 @@ import torch
 import typer
 
 from kvrail.runtime.device import open_device
+from kvrail.runtime.drawn_weights import draw, keep_seed
 from kvrail.runtime.errors import ConfigError
 
 __all__ = ["SHAPES", "main", "make_model"]
@@ -60,9 +61,11 @@ def make_model(
     dtype: str = "bfloat16",
     device: str = "cpu",
     tokenizer: str = "",
+    seed_only: bool = False,
 ) -> Path:
     """Write config.json and safetensors shards for SHAPES[shape] into `folder`, made if missing.
 
+    `seed_only`: the seed instead of the shards; engines draw the weights when they load the model.
     `tokenizer`: a model folder whose tokenizer files are copied. Raises ConfigError.
     """
     from safetensors.torch import save_file
@@ -87,9 +90,12 @@ def make_model(
     for pattern in _TOKENIZER if tokenizer else ():
         for file in Path(tokenizer).glob(pattern):
             shutil.copy(file, folder)
+    config.save_pretrained(folder)
+    if seed_only:
+        keep_seed(folder, seed)
+        return folder
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).state_dict()
-    config.save_pretrained(folder)
     generator = torch.Generator(place).manual_seed(seed)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(_shards(shapes), 1):
@@ -120,11 +126,7 @@ def _shards(shapes: dict[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _weights(like: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones. Matrices keep the spread of what they multiply, so that logits differ as a real model's do."""
-    if like.ndim == 1:
-        return torch.ones(like.shape, dtype=like.dtype)
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return made.normal_(0.0, like.shape[1] ** -0.5, generator=generator).cpu()
+    return draw(torch.empty(like.shape, dtype=like.dtype, device=device), generator).cpu()
 
 
 def main(
@@ -136,10 +138,15 @@ def main(
     tokenizer: Annotated[
         str, typer.Option(help="model folder to copy the tokenizer from (49,152 tokens)")
     ] = "",
+    seed_only: Annotated[
+        bool, typer.Option("--seed-only", help="write only the seed: each engine draws the weights by itself")
+    ] = False,
 ) -> None:
     """Write a model with random weights: its shape and speed are real, its answers are noise."""
     try:
-        make_model(folder, shape, seed=seed, dtype=dtype, device=device, tokenizer=tokenizer)
+        make_model(
+            folder, shape, seed=seed, dtype=dtype, device=device, tokenizer=tokenizer, seed_only=seed_only
+        )
     except (ConfigError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error

@@ -10,23 +10,30 @@ from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.messages import Stats
 from kvrail.transfer.pages import PagePool
 
-__all__ = ["pool_gauges", "rank_stats"]
+__all__ = ["completion_counters", "pool_gauges", "rank_stats"]
+
+# Counters that are reported before anything has happened: a rate of what does not exist yet cannot be watched.
+_FROM_ZERO = (
+    "prefills_remote",
+    "prefills_local",
+    "prefill_fallbacks",
+    "pages_verified",
+    "checksum_mismatches",
+    "requests_failed",
+    "requests_aborted",
+)
 
 
 def rank_stats(
     steps: int,
     gauges: Mapping[str, float],
-    counters: Mapping[str, int],
-    ledger: Mapping[str, int],
+    counters: Mapping[str, float],
     cache: HostPrefixCache | None,
     links: list[tuple[str, int, dict[str, float]]],
 ) -> Stats:
-    """The report of a rank; what its ticket ledger and its host cache (None: it has none) have counted, too."""
-    named = {f"ticket_{name}": count for name, count in ledger.items()}
+    """The report of a rank, with what its host cache (None: it has none) has to say."""
     cached = (cache.gauges(), cache.counters()) if cache is not None else ({}, {})
-    return Stats(
-        steps=steps, gauges={**gauges, **cached[0]}, counters={**counters, **named, **cached[1]}, links=links
-    )
+    return Stats(steps=steps, gauges={**gauges, **cached[0]}, counters={**counters, **cached[1]}, links=links)
 
 
 def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
@@ -46,3 +53,8 @@ def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:
         "sequences_waiting": load["waiting"],
         "tokens_waiting": load["waiting_tokens"],
     }
+
+
+def completion_counters(own: Mapping[str, int], ledger: Mapping[str, int]) -> dict[str, float]:
+    """The counters of a completion rank: its own, and those of its ticket ledger."""
+    return {**dict.fromkeys(_FROM_ZERO, 0), **own, **{f"ticket_{name}": n for name, n in ledger.items()}}

@@ -48,7 +48,9 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         tokens[index] = _draw(wanted[index], [rows[place] for place in drawn])
-    sound_there, possible_there = torch.isfinite(logits.amax(dim=-1)), torch.isfinite(highest)
+    possible_there = torch.isfinite(highest)
+    # What is no number is the highest of its row, unless a mask has hidden it.
+    sound_there = possible_there if wanted is logits else torch.isfinite(logits.amax(dim=-1))
     # One transfer: from a GPU each of them is a wait.
     sound, possible, chosen = torch.stack((sound_there, possible_there, tokens)).tolist()
     noted = [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLMatcher
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
+from kvrail.runtime.grammar import Grammars, GrammarState
 from kvrail.runtime.messages import CACHE_USED, CacheUse, FinishReason, Sampling
 from kvrail.runtime.prefix import extend_keys
 from kvrail.runtime.processors import Row, TokenHistory
@@ -38,9 +41,11 @@ class EngineSequence:
         "cached_tokens",
         "choice",
         "closed",
+        "compiling",
         "computed",
         "emitted",
         "firsts",
+        "grammar",
         "history",
         "indexed",
         "keys",
@@ -68,6 +73,7 @@ class EngineSequence:
         cache: CacheUse = CACHE_USED,
         request_id: str = "",
         choice: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request_id or sequence_id
@@ -84,6 +90,11 @@ class EngineSequence:
         self.history: TokenHistory | None = None
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
             self.history = TokenHistory(prompt, self.tokens[len(prompt) :])
+        # What the answer must follow: until it is compiled, nothing can be sampled.
+        self.compiling: Future[LLMatcher] | None = None
+        self.grammar: GrammarState | None = None
+        if sampling.grammar and grammars is not None:
+            self.compiling = grammars.begin(sampling.grammar, sampling.eos_ids)
         self.placed = False
         self.pages: list[int] = []
         self.state_slot = -1
@@ -160,15 +171,30 @@ class EngineSequence:
             cache=self.cache,
         )
         one.keys, one.cached_tokens, one.noted = list(self.keys), self.cached_tokens, self.noted
-        one.computed = self.computed
+        one.computed, one.compiling = self.computed, self.compiling
         return one
+
+    # --- grammar --------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be sampled: there is no grammar, or it is compiled."""
+        return self.compiling is None or self.compiling.done()
+
+    def _follow(self) -> GrammarState | None:
+        """Where the answer stands in its grammar; None without any, or while it is being compiled."""
+        if self.grammar is None and self.compiling is not None and self.compiling.done():
+            self.grammar = GrammarState(self.compiling.result(), self.tokens[self.prompt_tokens :])
+        return self.grammar
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def row(self) -> Row:
         """What the sampler needs to know for the next token."""
         # The position of a token is the number of tokens before it, wherever those were computed.
-        return Row(self.sampling, len(self.tokens), self.emitted, self.history)
+        grammar = self._follow()
+        mask = None if grammar is None else grammar.mask()
+        return Row(self.sampling, len(self.tokens), self.emitted, self.history, mask)
 
     def append(self, token: int) -> None:
         """One more token of the answer."""
@@ -176,10 +202,14 @@ class EngineSequence:
         self.emitted += 1
         if self.history is not None:
             self.history.add(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the sequence ends with its last token."""
         if self.emitted and self.tokens[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        if self.emitted and (grammar := self._follow()) is not None and grammar.ended:
             return "stop"
         if self.emitted >= self.sampling.max_tokens:
             return "length"

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvrail.runtime.messages import Submit
 from kvrail.transfer.errors import NoPages, ShareUsed
 from kvrail.transfer.link_events import LinkKey
+from kvrail.transfer.wire import HandOff
 
 __all__ = ["Request", "grant_in_turn"]
 
@@ -37,6 +38,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.open.update(range(self.submit.sampling.n))
+
+    def going_on(self, hand_off: HandOff) -> dict[int, int]:
+        """The first tokens of the choices that have not ended."""
+        return {choice: first.token for choice, first in enumerate(hand_off.firsts) if choice in self.open}
 
     @property
     def id(self) -> str:

@@ -13,6 +13,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """What is too much for every run, and clients that live in an environment of their own."""
+    parser.addoption("--litellm-python", help="Python of an environment with litellm, for its tests")
     parser.addoption(
         "--all-families", action="store_true", help="start a split of every model family, not of a few"
     )

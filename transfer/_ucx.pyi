@@ -5,14 +5,15 @@ Calls return at once; what becomes of them is told by events. Objects keep their
 dropped is closed; close() may be called twice.
 """
 
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.transfer.errors import UcxFailed
+from kvrail.transfer.errors import CudaFailed, UcxFailed
 
-UcxError = UcxFailed  # the very class that is raised
+UcxError = UcxFailed  # the very classes that are raised
+CudaError = CudaFailed
 U32 = npt.NDArray[np.uint32]  # one dimension, contiguous; anything else is a TypeError, never a silent copy
 
 def library_version() -> tuple[int, int, int]: ...
@@ -54,13 +55,93 @@ class Region:
         """Raises while any link lives (I7); waits up to 5 s, without the GIL, for links that are closing."""
 
 @final
+class CudaDevice:
+    """One CUDA device, through the driver alone (libcuda.so.1); its primary context, which torch uses as well.
+
+    Its methods raise CudaFailed. They make the device's context current only while they run.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        """Raises CudaFailed naming what is missing: the driver, or that device."""
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def uuid(self) -> bytes:
+        """16 bytes, the same in every process."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def shared_by_mps(self) -> bool:
+        """Whether MPS shares it, as far as the driver can tell."""
+    def flush_remote_writes(self) -> None:
+        """After a network card has written into its memory, before its kernels read: nothing on devices that keep
+        the order by themselves."""
+    def make_current(self) -> None:
+        """Make its context the calling thread's: UCX looks there when it registers GPU memory."""
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """A plain allocation, zeroed, that a peer process can map. CudaFailed says what is needed and what is free."""
+    def pin(self, address: int, nbytes: int) -> PinnedMemory:
+        """Page-lock the caller's host memory, which must outlive the pinning, for every GPU of this process."""
+    def record(self, stream: int) -> CudaFence:
+        """A fence behind all that is on that CUDA stream of this device by now (0: the default stream)."""
+    def load_kernels(self, cubin: bytes) -> None:
+        """The code of kernels/csrc/page_copy.cu for this device; once, later calls do nothing."""
+    def checksum_pages(
+        self, base: int, page_bytes: int, pages: U32, after: CudaFence | None = None
+    ) -> npt.NDArray[np.uint64]:
+        """As the function of that name, for pages in this GPU's memory. Waits (GIL released); after `after`.
+
+        `page_bytes` is a multiple of 16. A page outside the memory breaks the CUDA context for good.
+        """
+
+@final
+class DeviceMemory:
+    """GPU memory of its own. To be closed only when no peer has it mapped any more."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def ipc_handle(self) -> bytes:
+        """64 bytes with which a process of this host can map it (Link.import_peer)."""
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Waits for the copy alone: what other streams write meanwhile is there or not."""
+    def write(self, offset: int, content: bytes) -> None: ...
+    def close(self) -> None:
+        """Free it; so does dropping the last reference."""
+    def leave_open(self) -> None:
+        """Never free it: a living peer may have it mapped. The end of the process does."""
+
+@final
+class PinnedMemory:
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def close(self) -> None:
+        """Unpin. Nothing on a GPU may still use the memory."""
+
+@final
+class CudaFence:
+    """A point on a CUDA stream."""
+    def done(self) -> bool:
+        """Raises CudaFailed when work before it failed."""
+    def wait(self) -> None:
+        """With the GIL released."""
+
+@final
 class Reactor:
     """The one progress thread. Owns every worker, endpoint, key and request; told by a queue, tells by an eventfd.
 
     `spin_us`: how long it spins after the last work before it sleeps. `copy_threads`: threads for lane shm; with 0
-    the progress thread copies, a slice at a time.
+    the progress thread copies, a slice at a time. `cuda`: the GPU that copies for ways kernel and engine, and whose
+    context UCX works in; without it GPU memory can be neither pushed nor imported.
     """
-    def __init__(self, context: Context, *, spin_us: int = 0, copy_threads: int = 1) -> None: ...
+    def __init__(
+        self, context: Context, *, spin_us: int = 0, copy_threads: int = 1, cuda: CudaDevice | None = None
+    ) -> None: ...
     @property
     def event_fd(self) -> int:
         """Readable while drain() may have something; for epoll."""
@@ -93,8 +174,8 @@ EVENT_RUNG: int  # key = writer key; every unit landed, the flush was OK, the do
 # flush, on an endpoint that never failed. Also 0 after a FAILED that only refused (bounds, time to live). Else
 # unproven. Waits for what is under way as long as the link lives: a frozen peer is the caller's to fence.
 EVENT_QUIET: int
-# key = writer key; a put failed (status), or units were refused: bounds (UCS_ERR_INVALID_ADDR), time to live over
-# (UCS_ERR_TIMED_OUT), link lost, fenced or closed; payload = reason. Nothing more is posted, no doorbell goes out.
+# key = writer key; a put or a copy failed (status), or units were refused: bounds (UCS_ERR_INVALID_ADDR), time to live
+# over (UCS_ERR_TIMED_OUT), link lost, fenced or closed; payload = reason. Nothing more is posted, no doorbell goes out.
 EVENT_FAILED: int
 
 @final
@@ -114,10 +195,20 @@ class Link:
     def describe(self) -> str:
         """UCX's own text about the endpoint: its lanes and what each is used for."""
     def import_put(self, pool: int, *, base: int, nbytes: int, unit_bytes: int, key: bytes) -> None:
-        """The peer's pool, to be written by puts. Importing an id again replaces it for the pushes that follow."""
+        """The peer's pool, to be written by puts.
+
+        Of every kind of import: importing an id again adds a way to write the pool, or replaces that way, for the
+        pushes that follow; with another shape (nbytes, unit_bytes) it replaces the pool.
+        """
     def import_shm(self, pool: int, *, fd: int, offset: int, nbytes: int, unit_bytes: int) -> None:
         """Map the peer's memfd (the fd stays the caller's). ValueError unless it is large enough and sealed
         against shrinking; OSError when it cannot be mapped."""
+    def import_peer(self, pool: int, *, handle: bytes, offset: int, nbytes: int, unit_bytes: int) -> None:
+        """Map the peer's DeviceMemory on the reactor's GPU, to be written by ways kernel and engine.
+
+        CudaFailed when it cannot be mapped, ValueError when it is smaller than announced. Unmapped when the link is
+        fenced or closed and its copies are over; only then may the peer free the memory.
+        """
     def attach_control(self, fd: int, interval_ms: int) -> None:
         """Hand over the connected control socket: from now on heartbeats only. Takes ownership of the fd.
 
@@ -154,11 +245,25 @@ class Writer:
     def done(self) -> int: ...
     @property
     def failed(self) -> int: ...
-    def push(self, pool: int, source: int, source_units: U32, target_units: U32) -> None:
+    def push(
+        self,
+        pool: int,
+        source: int,
+        source_units: U32,
+        target_units: U32,
+        *,
+        after: CudaFence | None = None,
+        way: Literal["", "kernel", "engine", "shm", "put"] = "",
+    ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
 
-        The indices are copied before it returns. Source units must lie in one registered region, also for lane shm.
-        ValueError after ring() or when the lengths differ; silently nothing after stop().
+        Bounds are checked before anything is written, in a list of more than 32768 units for each so many.
+
+        The indices are copied before it returns. Source units must lie in one registered region, whatever the way; for
+        kernel and engine in GPU memory or in pinned host memory. Nothing is copied before `after` is done; until then
+        the batch, and those pushed after it, can still be stopped. `way`: "" takes the best that was imported (kernel,
+        engine, else what was imported last). ValueError after ring() or when the lengths differ; silently nothing
+        after stop().
         """
     def renew(self, ttl_s: float) -> None: ...
     def ring(self, message: bytes) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
 from kvrail.transfer.conversation import Conversation
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.handshake import Offer, Turn
 from kvrail.transfer.lane_test import TestSlices
 from kvrail.transfer.lanes import Plan
@@ -27,7 +28,7 @@ __all__ = ["LinkSetup", "NewLink", "Talk"]
 
 @dataclass(frozen=True)
 class LinkSetup:
-    """What every handshake of this rank needs."""
+    """What every handshake of this rank needs. `gpu`: that of the pools, or the one that copies for host pools."""
 
     reactor: _ucx.Reactor
     me: LinkKey
@@ -36,6 +37,7 @@ class LinkSetup:
     pools: Pools
     options: LinkOptions
     ucx_version: tuple[int, int, int]
+    gpu: Gpu | None = None
     slices: TestSlices = field(default_factory=TestSlices)
 
 

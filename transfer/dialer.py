@@ -10,12 +10,16 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvrail.transfer import control_socket, handshake
 from kvrail.transfer.connector import LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerProcess
+from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
+from kvrail.transfer.memory import HostPool
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -175,31 +179,37 @@ class Dialer:
     def _offer(
         self, native: _ucx.Link, epoch: int, cookie: int, distance: str
     ) -> tuple[Offer, tuple[int, ...]]:
-        options, pools = self._setup.options, list(self._setup.pools.by_id())
-        share = not distance and options.lane != "put"
+        setup, options, pools = self._setup, self._setup.options, list(self._setup.pools.by_id())
+        # What another process can map our pools with: only given to one whose end we can see.
+        near = not distance and options.lane != "put"
+        fds = tuple(pool.fd for _, pool in pools if isinstance(pool, HostPool)) if near else ()
         offer = Offer(
-            ucx=self._setup.ucx_version,
-            layout=self._setup.layout,
+            ucx=setup.ucx_version,
+            layout=setup.layout,
             epoch=epoch,
             cookie=cookie,
             address=b"" if distance else native.address(),
             network_address=native.address(network_only=True),
-            pools=[
-                PoolOffer(
-                    pool=pool_id,
-                    base=pool.address,
-                    nbytes=pool.nbytes,
-                    unit_bytes=pool.unit_bytes,
-                    memory=pool.memory,
-                    key=pool.packed_key(),
-                    fd=position if share else -1,
-                )
-                for position, (pool_id, pool) in enumerate(pools)
-            ],
-            probe_unit=self._setup.slices.take(),
+            pools=[_offer(pool_id, pool, fds, handles=near) for pool_id, pool in pools],
+            probe_unit=setup.slices.take(),
             lane=options.lane,
             put_transport=options.put_transport,
             require_lane=options.require_lane,
             distance=distance,
+            gpu=setup.gpu if setup.pools.pages.memory == "cuda" else None,
         )
-        return offer, tuple(pool.fd for _, pool in pools) if share else ()
+        return offer, fds
+
+
+def _offer(pool_id: int, pool: HostPool | DevicePool, fds: tuple[int, ...], *, handles: bool) -> PoolOffer:
+    offer = PoolOffer(
+        pool=pool_id,
+        base=pool.address,
+        nbytes=pool.nbytes,
+        unit_bytes=pool.unit_bytes,
+        memory=pool.memory,
+        key=pool.packed_key(),
+    )
+    if isinstance(pool, DevicePool):
+        return msgspec.structs.replace(offer, handle=pool.ipc_handle() if handles else b"")
+    return msgspec.structs.replace(offer, fd=fds.index(pool.fd) if fds else -1)

@@ -3,6 +3,7 @@
 
 TransferError
 ├── UcxFailed        a UCX call returned an error; carries the UCS status and the call
+├── CudaFailed       a call of the CUDA driver failed, or there is none; carries the driver's name for the reason
 ├── LinkRefused      the handshake said no; carries the reason that the peer (or we) gave
 │   └── LayoutMismatch   the page layouts differ; names the fields
 ├── LinkLost         the peer died, was fenced, or its connection broke
@@ -14,6 +15,7 @@ TransferError
 from __future__ import annotations
 
 __all__ = [
+    "CudaFailed",
     "LaneUnavailable",
     "LayoutMismatch",
     "LinkLost",
@@ -34,6 +36,18 @@ class UcxFailed(TransferError):
 
     def __init__(self, call: str, status: int, text: str) -> None:
         super().__init__(f"{call}: {text} (UCS status {status})")
+        self.call = call
+        self.status = status
+
+
+class CudaFailed(TransferError):
+    """A call of the CUDA driver failed, or cannot be made. The text says what is missing, or which limit was hit.
+
+    `status` is the driver's name for the reason (CUDA_ERROR_…), or NO_DRIVER, or NO_KERNELS; `call` the function.
+    """
+
+    def __init__(self, call: str, status: str, text: str) -> None:
+        super().__init__(f"{call}: {text} ({status})")
         self.call = call
         self.status = status
 

@@ -6,7 +6,7 @@
                                                 ← Challenge   version, nonce
     Proof   HMAC(token, "ce", all of the above) →               a wrong token ends here, and learns nothing
                                                 ← Welcome     HMAC(token, "pe", all of the above)
-    Offer   UCX version, layout, epoch, pools   →               with memfds over a Unix socket
+    Offer   UCX version, layout, epoch, pools   →               with memfds, IPC handles over a Unix socket
                                                 ← Accept      worker address, which transports
 
 Either side may answer `Refuse` with the reason instead, and then closes. From the Offer on, each frame ends in a tag
@@ -25,6 +25,7 @@ import msgspec
 
 from kvrail.transfer.control_socket import FIRST_LIMIT, FRAME_LIMIT, Frame
 from kvrail.transfer.errors import LinkRefused, TransferError
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey
 from kvrail.transfer.wire import PROTOCOL_VERSION
@@ -70,23 +71,28 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool of the CE. `fd`: position of its memfd among those passed with the offer, or -1."""
+    """One pool of the CE. `memory`: host or cuda. `fd`: position of its memfd among those passed with the offer, or -1.
+    `handle`: by which another process of this host maps its GPU memory (CUDA IPC), and where in it the pool begins.
+    """
 
     pool: int
     base: int
     nbytes: int
     unit_bytes: int
-    memory: str
+    memory: Literal["host", "cuda"]
     key: bytes
     fd: int = -1
+    handle: bytes = b""
+    handle_offset: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """CE → PE: what the CE gives, and what it allows.
 
     `address` is the CE's UCX worker address with every transport, empty when the CE cannot watch the PE's process
-    (then no transport whose writes end only with that process may be used). `network_address` has none of those.
-    `probe_unit`: first unit of the probe pool that this link's self-test may use.
+    (then no transport whose writes end only with that process may be used, and no pool has an fd or a handle).
+    `network_address` has none of those. `probe_unit`: first unit of the probe pool that this link's self-test may use.
+    `gpu`: on which the pools lie.
     """
 
     ucx: tuple[int, int, int]
@@ -102,6 +108,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     require_lane: str | None
     # Why a same-host lane cannot be had ("" when it can), for people.
     distance: str
+    gpu: Gpu | None = None
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):

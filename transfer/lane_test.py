@@ -2,11 +2,14 @@
 """Does a lane really carry bytes, and how fast: the self-test and the speed probes that decide a link's lane.
 
 The PE puts random units in a shuffled order into its slice of the CE's probe pool, and rings `SelfTest`. The CE sums
-what is there and answers. A lane that passes is then timed at three sizes, whose content nobody reads.
+what is there and answers. A lane that passes is then timed at three sizes, whose content nobody reads; one that has
+several ways (the page-copy kernel, the copy engine) is tested and timed by each of them, and with scattered units,
+too: the planner chooses by these figures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import random
@@ -17,11 +20,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvrail.transfer.errors import LaneUnavailable, UcxFailed
+from kvrail.transfer.device_pool import DevicePool
+from kvrail.transfer.errors import LaneUnavailable, TransferError
+from kvrail.transfer.gpu import Offered, shortfall
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.lanes import Plan, Wishes, check_required, fence_class, has_local, put_carrier
-from kvrail.transfer.link_events import LaneInfo, Probe
+from kvrail.transfer.link_events import Lane, LaneInfo, Probe, Way
 from kvrail.transfer.memory import PROBE_POOL, HostPool
+from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.wire import SelfTest, SelfTestResult, encode
 
 if TYPE_CHECKING:
@@ -31,12 +37,31 @@ __all__ = ["FIRST_TEST_WRITER", "News", "TestSlices", "check_self_test", "lane_t
 
 # Writer keys of lane tests; the rank's own keys count up from 1 and never get here.
 FIRST_TEST_WRITER = 1 << 48
-# The probe pool as an shm import has another id, so that a failed import of one kind cannot serve the other.
-_PROBE_SHM = 3
+# The probe pool has an id for each lane, so that a failed import of one kind cannot serve the other.
+_PROBE_IDS: dict[Lane, int] = {"put": PROBE_POOL, "shm": 3, "peer": 4}
+_WAYS: dict[Lane, tuple[Way, ...]] = {"put": ("put",), "shm": ("shm",), "peer": ("kernel", "engine")}
 _TEST_UNITS = 4
 _TEST_SLICES = 64
-# (bytes, how often): the median is kept. About 13 MiB in all.
-_PROBES = ((4 << 10, 9), (256 << 10, 5), (4 << 20, 3))
+
+
+class _Size(NamedTuple):
+    """One speed probe: `units` of the probe pool that are neighbours, or each on its own, so often over in one batch;
+    the median of several `times` is kept.
+    """
+
+    units: int
+    times: int
+    scattered: bool = False
+    over: int = 1
+
+
+# 4 KiB, 256 KiB, 4 MiB: about 13 MiB in all.
+_SIZES = (_Size(1, 9), _Size(64, 5), _Size(1024, 3))
+# A GPU's link carries 4 MiB before the doorbell is out: only 256 MiB, less than a millisecond of NVLink, say how fast
+# it is.
+_GPU_SIZES = (_Size(1, 9), _Size(64, 5), _Size(1024, 3, over=64))
+# What tells the cost of a run from that of a batch and of its bytes.
+_SCATTERED = _Size(64, 5, scattered=True)
 _TTL_S = 10.0
 # One probe of a size is enough when the step loop comes by so much later: twenty long steps are too long a wait.
 _LATE_S = 0.05
@@ -72,33 +97,37 @@ def lane_test(
     plan: Plan,
     wishes: tuple[Wishes, Wishes],
     fds: tuple[int, ...],
-    pool: HostPool,
+    pool: HostPool | DevicePool,
     source_unit: int,
     writer_keys: Iterator[int],
+    hardware: Offered | None = None,
 ) -> Generator[None, News, LaneInfo]:
     """Try the plan's lanes in order; returns the first that works and is allowed. Raises LaneUnavailable with why
     (LaneUnwanted: the last one worked, and is not allowed).
 
     `pool`: our probe pool; `source_unit`: our slice of it. Imports all pools of the offer for the lane it returns.
+    `hardware`: what lies between the two memories, when that is known: a lane far under it is called slow.
     """
     why = [plan.reason] if plan.reason else []
     kind = LaneUnavailable
     (probe,) = (entry for entry in offer.pools if entry.pool == PROBE_POOL)
+    test = _Test(link, offer, pool, writer_keys)
     for lane in plan.lanes:
+        pool_id = _PROBE_IDS[lane]
         try:
-            pool_id = PROBE_POOL if lane == "put" else _PROBE_SHM
             _import(link, lane, probe, fds, pool_id)
-            yield from _self_test(link, offer, pool_id, pool, source_unit, writer_keys)
+            ways = yield from _working_ways(test, lane, pool_id, source_unit, why)
             with _native_errors():
                 transports = link.transports()
             if plan.scope == "network" and has_local(transports):
                 raise LaneUnavailable(
                     f"UCX uses {', '.join(transports)}, although only network lanes were offered"
                 )
-            carrier = "memcpy" if lane == "shm" else put_carrier(transports)
+            memory = "cuda" if "cuda" in (pool.memory, probe.memory) else "host"
+            carriers = {"shm": "memcpy", "peer": "cuda_ipc", "put": put_carrier(transports, memory)}
             info = LaneInfo(
                 lane,
-                carrier,
+                carriers[lane],
                 probe.memory,
                 fence_class(lane, transports),
                 reason="; ".join(why),
@@ -112,98 +141,139 @@ def lane_test(
             why.append(f"{lane}: {error}")
             kind = type(error)
             continue
+        sizes = _GPU_SIZES if memory == "cuda" else _SIZES
         probes = []
-        for nbytes, times in _PROBES:
-            probes.append((yield from _speed(link, offer, pool_id, pool, nbytes, times, writer_keys)))
-        return LaneInfo(
-            *(info.name, info.transport, info.memory, info.fence), tuple(probes), info.reason, info.same_host
-        )
+        for way in ways:
+            for size in (*sizes, _SCATTERED) if len(ways) > 1 else sizes:
+                probes.append((yield from test.speed(pool_id, way, size)))
+        slow = "" if plan.scope == "network" else shortfall(Planner.of(probes).gb_per_s, hardware)
+        return dataclasses.replace(info, probes=tuple(probes), slow=slow)
     raise kind("no lane works: " + "; ".join(why))
 
 
-def _import(
-    link: _ucx.Link, lane: Literal["shm", "put"], entry: PoolOffer, fds: tuple[int, ...], pool_id: int
-) -> None:
+def _working_ways(
+    test: _Test, lane: Lane, pool_id: int, source_unit: int, why: list[str]
+) -> Generator[None, News, list[Way]]:
+    """The ways of the lane that pass the self-test; `why` hears of the others. Raises LaneUnavailable without any."""
+    working: list[Way] = []
+    failed: list[str] = []
+    ways = _WAYS[lane]
+    for way in ways:
+        try:
+            yield from test.content(pool_id, way, source_unit)
+        except LaneUnavailable as error:
+            failed.append(f"{way}: {error}" if len(ways) > 1 else str(error))
+        else:
+            working.append(way)
+    if not working:
+        raise LaneUnavailable("; ".join(failed))
+    why += [f"{lane} without {each}" for each in failed]
+    return working
+
+
+def _import(link: _ucx.Link, lane: Lane, entry: PoolOffer, fds: tuple[int, ...], pool_id: int) -> None:
+    size = {"nbytes": entry.nbytes, "unit_bytes": entry.unit_bytes}
     with _native_errors():
         if lane == "shm":
-            link.import_shm(
-                pool_id, fd=fds[entry.fd], offset=0, nbytes=entry.nbytes, unit_bytes=entry.unit_bytes
-            )
+            link.import_shm(pool_id, fd=fds[entry.fd], offset=0, **size)
+        elif lane == "peer":
+            if not entry.handle:
+                raise LaneUnavailable("the completion engine gave no handle of its GPU memory")
+            link.import_peer(pool_id, handle=entry.handle, offset=entry.handle_offset, **size)
         else:
-            link.import_put(
-                pool_id, base=entry.base, nbytes=entry.nbytes, unit_bytes=entry.unit_bytes, key=entry.key
-            )
+            link.import_put(pool_id, base=entry.base, key=entry.key, **size)
 
 
-def _self_test(
-    link: _ucx.Link, offer: Offer, pool_id: int, pool: HostPool, source_unit: int, keys: Iterator[int]
-) -> Generator[None, News, None]:
-    unit = pool.unit_bytes
-    order = list(range(_TEST_UNITS))
-    random.shuffle(order)
-    content = os.urandom(_TEST_UNITS * unit)
-    _buffer(pool)[source_unit * unit : source_unit * unit + len(content)] = content
-    landed = b"".join(content[order.index(i) * unit :][:unit] for i in range(_TEST_UNITS))
-    with _native_errors():
-        writer = link.writer(next(keys), ttl_s=_TTL_S)
+class _Test:
+    """What both kinds of test need: our end of a link, the peer's offer, our probe pool, keys of writers."""
+
+    def __init__(
+        self, link: _ucx.Link, offer: Offer, pool: HostPool | DevicePool, keys: Iterator[int]
+    ) -> None:
+        self._link = link
+        self._offer = offer
+        self._pool = pool
+        self._keys = keys
+
+    def content(self, pool_id: int, way: Way, source_unit: int) -> Generator[None, News, None]:
+        """Do shuffled random units arrive? Raises LaneUnavailable."""
+        unit = self._pool.unit_bytes
+        order = list(range(_TEST_UNITS))
+        random.shuffle(order)
+        content = os.urandom(_TEST_UNITS * unit)
+        landed = b"".join(content[order.index(i) * unit :][:unit] for i in range(_TEST_UNITS))
         source = np.arange(source_unit, source_unit + _TEST_UNITS, dtype=np.uint32)
-        target = np.array([offer.probe_unit + i for i in order], dtype=np.uint32)
-        writer.push(pool_id, pool.address, source, target)
+        target = np.array([self._offer.probe_unit + i for i in order], dtype=np.uint32)
         test = SelfTest(
-            epoch=offer.epoch, offset=offer.probe_unit * unit, nbytes=len(landed), checksum=_sum(landed)
+            epoch=self._offer.epoch,
+            offset=self._offer.probe_unit * unit,
+            nbytes=len(landed),
+            checksum=_sum(landed),
         )
-        writer.ring(encode(test))
-    while True:
-        news = yield
-        if news.kind == "failed":
-            # UCX cancels a put that it could only emulate; the cause is in its own log line on stderr.
-            raise LaneUnavailable(f"self-test put failed: {news.reason} (UCX has no fast, permitted way)")
-        if news.kind == "verdict":
-            if not news.ok:
-                raise LaneUnavailable(f"self-test: {news.reason}")
-            return
-
-
-def _speed(
-    link: _ucx.Link,
-    offer: Offer,
-    pool_id: int,
-    pool: HostPool,
-    nbytes: int,
-    times: int,
-    keys: Iterator[int],
-) -> Generator[None, News, Probe]:
-    """Time up to `times` puts of `nbytes` in one run, each until it is complete at the peer; keeps the median."""
-    first = _TEST_SLICES * _TEST_UNITS
-    units = np.arange(first, first + nbytes // pool.unit_bytes, dtype=np.uint32)
-    bell = encode(SelfTest(epoch=offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
-    seconds = []
-    for _ in range(times):
         with _native_errors():
-            writer = link.writer(next(keys), ttl_s=_TTL_S)
-            begun = time.monotonic()
-            writer.push(pool_id, pool.address, units, units)
-            # The doorbell goes out after a flush: the bytes have landed, and not only left.
-            writer.ring(bell)
+            self._pool.write(source_unit * unit, content)
+            writer = self._link.writer(next(self._keys), ttl_s=_TTL_S)
+            writer.push(pool_id, self._pool.address, source, target, way=way)
+            writer.ring(encode(test))
         while True:
             news = yield
             if news.kind == "failed":
-                raise LaneUnavailable(f"speed probe of {nbytes} bytes failed: {news.reason}")
-            if news.kind == "rung":
-                seconds.append(news.at - begun)
+                raise LaneUnavailable(f"self-test put failed: {news.reason}{self._advice(way)}")
+            if news.kind == "verdict":
+                if not news.ok:
+                    raise LaneUnavailable(f"self-test: {news.reason}")
+                return
+
+    def _advice(self, way: Way) -> str:
+        if way != "put":
+            return ""
+        ours, theirs = self._pool.memory, self._offer.pools[0].memory
+        if ours == theirs:
+            # UCX cancels a put that it could only emulate; the cause is in its own log line on stderr.
+            return " (UCX has no fast, permitted way)"
+        words = {"host": "host memory", "cuda": "GPU memory"}
+        return (
+            f" (UCX has no fast way from {words[ours]} to {words[theirs]} here: run both engines on GPUs, or both on "
+            "CPUs" + ("" if ours == "cuda" else ", or use lane peer") + ")"
+        )
+
+    def speed(self, pool_id: int, way: Way, size: _Size) -> Generator[None, News, Probe]:
+        """Time up to `size.times` batches, each until it is complete at the peer; keeps the median."""
+        first = _TEST_SLICES * _TEST_UNITS
+        step = 2 if size.scattered else 1
+        units = np.tile(np.arange(first, first + step * size.units, step, dtype=np.uint32), size.over)
+        nbytes, runs = len(units) * self._pool.unit_bytes, count_runs(units, units)
+        bell = encode(SelfTest(epoch=self._offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
+        seconds = []
+        for _ in range(size.times):
+            with _native_errors():
+                writer = self._link.writer(next(self._keys), ttl_s=_TTL_S)
+                begun = time.monotonic()
+                writer.push(pool_id, self._pool.address, units, units, way=way)
+                # The doorbell goes out after a flush: the bytes have landed, and not only left.
+                writer.ring(bell)
+            while True:
+                news = yield
+                if news.kind == "failed":
+                    raise LaneUnavailable(f"speed probe of {nbytes} bytes failed: {news.reason}")
+                if news.kind == "rung":
+                    seconds.append(news.at - begun)
+                    break
+            if time.monotonic() - news.at > _LATE_S:
                 break
-        if time.monotonic() - news.at > _LATE_S:
-            break
-    median = sorted(seconds)[len(seconds) // 2]
-    return Probe(nbytes, nbytes / median / 1e9, median * 1e6)
+        median = sorted(seconds)[len(seconds) // 2]
+        return Probe(nbytes, nbytes / median / 1e9, median * 1e6, runs, way)
 
 
-def check_self_test(test: SelfTest, pool: HostPool) -> SelfTestResult:
+def check_self_test(test: SelfTest, pool: HostPool | DevicePool) -> SelfTestResult:
     """The CE's verdict on what lies in its probe pool."""
     end = test.offset + test.nbytes
     if not (0 <= test.offset <= end <= pool.nbytes):
         return SelfTestResult(epoch=test.epoch, ok=False, reason="outside the probe pool")
-    ok = _sum(bytes(_buffer(pool)[test.offset : end])) == test.checksum
+    try:
+        ok = _sum(pool.read(test.offset, test.nbytes)) == test.checksum
+    except TransferError as error:
+        return SelfTestResult(epoch=test.epoch, ok=False, reason=f"the probe pool cannot be read: {error}")
     return SelfTestResult(epoch=test.epoch, ok=ok, reason="" if ok else "the bytes did not arrive")
 
 
@@ -211,16 +281,12 @@ def _sum(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
 
 
-def _buffer(pool: HostPool) -> memoryview:
-    if pool.buffer is None:
-        raise LaneUnavailable(f"pool {pool.name} is closed")
-    return pool.buffer
-
-
 @contextmanager
 def _native_errors() -> Iterator[None]:
     """An import or a put that the native module refuses means that the lane does not work."""
     try:
         yield
-    except (UcxFailed, RuntimeError, ValueError, OSError) as error:
+    except LaneUnavailable:
+        raise
+    except (TransferError, RuntimeError, ValueError, OSError) as error:
         raise LaneUnavailable(str(error)) from error

@@ -11,6 +11,7 @@ from kvrail.transfer.wire import Beat, LinkMessage
 
 __all__ = [
     "Fence",
+    "Lane",
     "LaneInfo",
     "LinkDown",
     "LinkEvent",
@@ -27,11 +28,15 @@ __all__ = [
     "Received",
     "Recovered",
     "Suspect",
+    "Way",
     "WriterEvent",
 ]
 
 # What proves that a link's writers are quiet: its worker destroyed, or the writer's process gone.
 Fence = Literal["worker", "process"]
+Lane = Literal["shm", "peer", "put"]
+# How one batch is copied on its lane: shm and put have one way each, peer has the page-copy kernel and the copy engine.
+Way = Literal["kernel", "engine", "put", "shm"]
 
 
 class LinkKey(NamedTuple):
@@ -66,11 +71,11 @@ class PeerAddress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """How links behave. `require_lane`: shm, put, or put/<transport>; a link that gets another lane is refused."""
+    """How links behave. `require_lane`: shm, peer, put, or put/<transport>; a link that gets another is refused."""
 
     socket_dir: Path
     kv_host: str = "127.0.0.1"
-    lane: Literal["auto", "shm", "put"] = "auto"
+    lane: Literal["auto", "shm", "peer", "put"] = "auto"
     put_transport: Literal["auto", "cma", "tcp"] = "auto"
     require_lane: str | None = None
     heartbeat_s: float = 0.25
@@ -85,29 +90,41 @@ class LinkOptions:
 
 
 class Probe(NamedTuple):
-    """One measured put: bytes, GB/s and µs from the post until it is complete at the peer."""
+    """One measured batch: bytes, GB/s and µs from the push until it is complete at the peer; how many runs of
+    neighbouring units it was, and the way that it took.
+    """
 
     nbytes: int
     gb_per_s: float
     us: float
+    runs: int = 1
+    way: Way = "put"
 
 
 @dataclass(frozen=True)
 class LaneInfo:
-    """The way that pages take on a link. `reason` says why not a faster one ("" when this is the fastest)."""
+    """The lane that pages take on a link. `reason` says why not a faster one ("" when this is the fastest), `slow`
+    that it is far slower than the hardware in between ("" when it is not, or nobody knows).
+    """
 
-    name: Literal["shm", "put"]
+    name: Lane
     transport: str
     memory: str
     fence: Fence
     probes: tuple[Probe, ...] = ()
     reason: str = ""
     same_host: bool = False
+    slow: str = ""
 
     @property
     def label(self) -> str:
-        """shm, put/cma, put/tcp, …: what --require-lane and metrics say."""
-        return self.name if self.name == "shm" else f"{self.name}/{self.transport}"
+        """shm, peer, put/cma, put/tcp, …: what --require-lane and metrics say."""
+        return f"put/{self.transport}" if self.name == "put" else self.name
+
+    @property
+    def card_writes_gpu(self) -> bool:
+        """Whether a network card writes into GPU memory: the GPU may see that later than the CPU sees the doorbell."""
+        return self.name == "put" and self.memory == "cuda" and self.transport not in ("cuda_ipc", "tcp")
 
 
 class LinkUp(NamedTuple):

@@ -18,6 +18,7 @@ from kvrail.transfer import wire
 from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
 from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
 from kvrail.transfer.lanes import LaneUnwanted
 from kvrail.transfer.layout import PageLayout
@@ -62,8 +63,8 @@ _WRITER_KINDS: Final[dict[int, Literal["progress", "rung", "quiet", "failed"]]] 
 class Links:
     """One per rank, used from the rank's thread only. Owns the reactor's events.
 
-    `accept`: listen for CEs (a PE rank); else `connect` dials PEs (a CE rank). Close order: links, pools, reactor,
-    context.
+    `accept`: listen for CEs (a PE rank); else `connect` dials PEs (a CE rank). `gpu`: the reactor's CUDA device, if it
+    has one. Close order: links, pools, reactor, context.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Links:
         pools: Pools,
         options: LinkOptions,
         accept: bool,
+        gpu: Gpu | None = None,
     ) -> None:
         self._reactor = reactor
         self._options = options
@@ -95,7 +97,7 @@ class Links:
         # Only now: whoever made the reactor has chosen the UCX library.
         from kvrail.transfer import _ucx
 
-        self._setup = LinkSetup(reactor, me, token, layout, pools, options, _ucx.library_version())
+        self._setup = LinkSetup(reactor, me, token, layout, pools, options, _ucx.library_version(), gpu)
         self._listener = Listener(self._setup, self._selector, self._report) if accept else None
         self._dialer = None if accept else Dialer(self._setup, self._selector, self._report)
         self._selector.register(reactor.event_fd, selectors.EVENT_READ, None)
@@ -320,6 +322,8 @@ class Links:
         level = logging.WARNING if lane.reason else logging.INFO
         why = f": {lane.reason}" if lane.reason else ""
         _log.log(level, "link with %s: lane %s%s", _name(link.key), lane.label, why)
+        if lane.slow:
+            _log.warning("link with %s: lane %s is SLOW: %s", _name(link.key), lane.label, lane.slow)
         self._events.append(LinkUp(link.key, link.epoch, lane))
 
     # --- ends and proofs -----------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from kvrail.transfer.connector import LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
 from kvrail.transfer.errors import LinkRefused, TransferError
 from kvrail.transfer.handshake import Accept, Offer, Turn
-from kvrail.transfer.lanes import Wishes, plan_lanes
+from kvrail.transfer.lanes import Facts, Wishes, mps_refusal, no_peer, plan_lanes
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerAddress
 from kvrail.transfer.memory import PAGE_POOL, PROBE_POOL, STATE_POOL
 
 __all__ = ["Listener"]
 
+# Of a CUDA IPC handle.
+_HANDLE_BYTES = 64
 # Strangers that may be in a handshake at once; more are turned away at the door.
 _MAX_STRANGERS = 64
 
@@ -137,8 +139,7 @@ class Listener:
             raise LinkRefused(f"link epoch {offer.epoch} is not newer than {last}")
         _check_pools(setup, offer, fds)
         wishes = (Wishes.of(setup.options), Wishes(offer.lane, offer.put_transport, offer.require_lane))
-        failed = self._local_failed.get(key, "")
-        plan = plan_lanes(*wishes, distance=offer.distance, shared=bool(fds), local_failed=failed)
+        plan = plan_lanes(*wishes, self._facts(key, offer, shared=bool(fds)))
         network = plan.scope == "network"
         theirs_address = offer.network_address if network else offer.address
         if not theirs_address:
@@ -152,6 +153,18 @@ class Listener:
         )
         return Accept(scope=plan.scope, address=native.address(network_only=network))
 
+    def _facts(self, key: LinkKey, offer: Offer, *, shared: bool) -> Facts:
+        ours, theirs = self._setup.gpu, offer.gpu
+        return Facts(
+            distance=offer.distance,
+            shared=shared,
+            local_failed=self._local_failed.get(key, ""),
+            source=self._setup.pools.pages.memory,
+            target="host" if theirs is None else "cuda",
+            no_peer=no_peer(ours, theirs),
+            mps=mps_refusal(ours, theirs),
+        )
+
 
 def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
     """The offered pools are those that the layout asks for, and each memfd is what it is said to be."""
@@ -163,7 +176,14 @@ def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
         raise LinkRefused(f"pools differ (id: bytes of a unit): ours {expected}, theirs {offered}")
     if fds and sorted(entry.fd for entry in offer.pools) != list(range(len(fds))):
         raise LinkRefused("the offer does not say which pool each file descriptor is")
+    memory = "host" if offer.gpu is None else "cuda"
     for entry in offer.pools:
+        if entry.memory != memory:
+            raise LinkRefused(
+                f"pool {entry.pool} is in {entry.memory} memory, the offer is of {memory} memory"
+            )
+        if entry.handle and (len(entry.handle) != _HANDLE_BYTES or not 0 <= entry.handle_offset < 1 << 48):
+            raise LinkRefused(f"pool {entry.pool}: the handle of its GPU memory is malformed")
         fits = entry.nbytes > 0 and entry.base > 0 and entry.base + entry.nbytes < 1 << 63
         if not fits or entry.nbytes % entry.unit_bytes:
             raise LinkRefused(f"pool {entry.pool}: {entry.nbytes} bytes at {entry.base}")

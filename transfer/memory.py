@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
 
 if TYPE_CHECKING:
@@ -68,22 +69,35 @@ class HostPool:
     """`units` units of `unit_bytes` bytes each, zero-filled, every page already there, registered with UCX.
 
     `address` is that of unit 0, `nbytes` = units * unit_bytes; `mapped_bytes` (what the file holds) may be larger.
-    `buffer` is a writable memoryview of the nbytes bytes. `backing` says which pages the kernel really gave.
+    `buffer` is a writable memoryview of the nbytes bytes. `backing` says which pages the kernel really gave. With `pin`
+    the memory is page-locked, so that GPUs can copy from it and to it.
     """
 
-    def __init__(self, context: _ucx.Context, *, units: int, unit_bytes: int, name: str = "pages") -> None:
+    def __init__(
+        self,
+        context: _ucx.Context,
+        *,
+        units: int,
+        unit_bytes: int,
+        name: str = "pages",
+        pin: _ucx.CudaDevice | None = None,
+    ) -> None:
         if units < 1 or unit_bytes < 1:
             raise ValueError(f"pool {name}: {units} units of {unit_bytes} bytes")
         self.name = name
         self.units = units
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
-        self.memory = "host"
+        self.memory: Final = "host"
         self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name)
         self.backing: Backing = "hugetlb" if hugetlb else _backing(self.address, self.mapped_bytes)
+        self._pinned: _ucx.PinnedMemory | None = None
         try:
+            if pin is not None:
+                self._pinned = pin.pin(self.address, self.mapped_bytes)
             self._region: _ucx.Region | None = context.register(self.address, self.nbytes, self.memory)
         except BaseException:
+            self._unpin()
             _unmap(self.address, self.mapped_bytes)
             os.close(self.fd)
             raise
@@ -99,6 +113,14 @@ class HostPool:
         if self._region is None:
             raise TransferError(f"pool {self.name} is closed")
         return self._region.packed_key()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the pool, as they are now."""
+        return bytes(self._open()[offset : offset + nbytes])
+
+    def write(self, offset: int, content: bytes) -> None:
+        """Put bytes into the pool."""
+        self._open()[offset : offset + len(content)] = content
 
     def close(self) -> None:
         """Unregister and unmap. Raises TransferError while a link lives, or while something still views `buffer`.
@@ -118,47 +140,103 @@ class HostPool:
         if self._viewed() is not None:
             raise TransferError(f"pool {self.name} is still viewed: drop its tensors first")
         if self.fd >= 0:
+            self._unpin()
             _unmap(self.address, self.mapped_bytes)
             os.close(self.fd)
             self.fd = -1
 
+    def _open(self) -> memoryview:
+        if self.buffer is None:
+            raise TransferError(f"pool {self.name} is closed")
+        return self.buffer
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
 
 @dataclass(frozen=True)
 class Pools:
-    """The pools of one rank. `probe` is written by lane tests only and holds nothing of worth."""
+    """The pools of one rank. Probe pools are written by lane tests only and hold nothing of worth.
 
-    pages: HostPool
-    state: HostPool | None
-    probe: HostPool
+    With `cuda`, pages, state and `probe` are in that GPU's memory; `host_probe` is then a pinned pool of the same
+    shape, from which a lane test pushes to find out how fast host memory gets to a peer. It is not offered to peers.
+    """
+
+    pages: HostPool | DevicePool
+    state: HostPool | DevicePool | None
+    probe: HostPool | DevicePool
+    cuda: _ucx.CudaDevice | None = None
+    host_probe: HostPool | None = None
 
     @classmethod
     def allocate(
-        cls, context: _ucx.Context, *, pages: int, page_bytes: int, state_slots: int = 0, state_bytes: int = 0
+        cls,
+        context: _ucx.Context,
+        *,
+        pages: int,
+        page_bytes: int,
+        state_slots: int = 0,
+        state_bytes: int = 0,
+        cuda: _ucx.CudaDevice | None = None,
+        pin: _ucx.CudaDevice | None = None,
     ) -> Pools:
-        """All pools of a rank: pages, state slots (none when `state_bytes` is 0), and the 8 MiB probe area."""
-        made: list[HostPool] = []
-        try:
-            made.append(HostPool(context, units=pages, unit_bytes=page_bytes, name="pages"))
-            if state_bytes and state_slots:
-                made.append(HostPool(context, units=state_slots, unit_bytes=state_bytes, name="state"))
-            made.append(HostPool(context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe"))
-        except BaseException:
-            for pool in made:
-                pool.close()
-            raise
-        return cls(made[0], made[1] if len(made) == 3 else None, made[-1])
+        """All pools of a rank: pages, state slots (none when `state_bytes` is 0), and probe areas of 8 MiB.
 
-    def by_id(self) -> Iterator[tuple[int, HostPool]]:
+        In the memory of `cuda`, else of the host, where `pin` has them page-locked for that GPU to read. Raises
+        OutOfMemory or CudaFailed when one of them cannot be had.
+        """
+        made: list[HostPool | DevicePool] = []
+
+        def pool(name: str, units: int, unit_bytes: int) -> HostPool | DevicePool:
+            if cuda is None:
+                made.append(HostPool(context, units=units, unit_bytes=unit_bytes, name=name, pin=pin))
+            else:
+                made.append(DevicePool(context, cuda, units=units, unit_bytes=unit_bytes, name=name))
+            return made[-1]
+
+        host_probe = None
+        try:
+            # The largest last: when it does not fit, nothing had to be zeroed for it.
+            probe = pool("probe", _PROBE_UNITS, _PROBE_UNIT)
+            if cuda is not None:
+                host_probe = HostPool(
+                    context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="host probe", pin=cuda
+                )
+                made.append(host_probe)
+            state = pool("state", state_slots, state_bytes) if state_bytes and state_slots else None
+            return cls(pool("pages", pages, page_bytes), state, probe, cuda, host_probe)
+        except BaseException:
+            for each in made:
+                each.close()
+            raise
+
+    def fence(self, stream: int | None) -> _ucx.CudaFence | None:
+        """Behind all that is on this CUDA stream (its address) by now; None when pages are written by the CPU."""
+        if self.cuda is None or stream is None:
+            return None
+        return self.cuda.record(stream)
+
+    def by_id(self) -> Iterator[tuple[int, HostPool | DevicePool]]:
         """(pool id on the link, pool), without those that do not exist."""
         yield PAGE_POOL, self.pages
         if self.state is not None:
             yield STATE_POOL, self.state
         yield PROBE_POOL, self.probe
 
+    def leave_open(self) -> None:
+        """Close none of them, ever: peers may still write into them. They go with this process."""
+        for _, pool in self.by_id():
+            if isinstance(pool, DevicePool):
+                pool.leave_open()
+
     def close(self) -> None:
-        """Close all of them (see HostPool.close)."""
+        """Close all of them (see HostPool.close, DevicePool.close)."""
         for _, pool in self.by_id():
             pool.close()
+        if self.host_probe is not None:
+            self.host_probe.close()
 
 
 def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.errors import LaneUnavailable
+from kvrail.transfer.gpu import Offered, offered
 from kvrail.transfer.heart import Heart
 from kvrail.transfer.lane_test import News, check_self_test, lane_test
 from kvrail.transfer.lanes import Wishes, fence_class
@@ -30,7 +31,7 @@ class RankLink:
         self.native: _ucx.Link = new.native
         self.state: Literal["testing", "refused", "up", "down"] = "testing"
         self.lane: LaneInfo | None = None
-        # Until the lane is known, the worst is assumed: shm may be in use as soon as the memfds are out.
+        # Until the lane is known, the worst is assumed: pools may be mapped as soon as memfds and handles are out.
         self.fence: Fence = "process" if new.offer.address else "worker"
         self.was_up = False
         self.refusal = ""
@@ -54,6 +55,7 @@ class RankLink:
                 setup.pools.probe,
                 setup.slices.take(),
                 writer_keys,
+                _hardware(setup, new),
             )
 
     def begin(self, new: NewLink, heartbeat_s: float) -> None:
@@ -105,6 +107,7 @@ class RankLink:
             tuple(Probe(*probe) for probe in chosen.probes),
             chosen.reason,
             not self._offer.distance,
+            chosen.slow,
         )
         self._set_lane(lane)
         return lane
@@ -142,6 +145,17 @@ class RankLink:
             transport=lane.transport,
             memory=lane.memory,
             fence=lane.fence,
-            probes=[(probe.nbytes, probe.gb_per_s, probe.us) for probe in lane.probes],
+            probes=[probe[:] for probe in lane.probes],
             reason=lane.reason,
+            slow=lane.slow,
         )
+
+
+def _hardware(setup: LinkSetup, new: NewLink) -> Offered | None:
+    """What lies between our pages and the peer's, as far as both are on this host and one is on a GPU."""
+    if new.plan is None or new.plan.scope == "network":
+        return None
+    if setup.pools.pages.memory == "cuda":
+        return offered(setup.gpu, new.offer.gpu)
+    # Our GPU reads our host memory, and that is the narrow part wherever it writes to.
+    return offered(setup.gpu, None) if new.offer.gpu is not None else None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvrail.transfer._ucx import Context, Reactor
+    from kvrail.transfer._ucx import Context, CudaDevice, Reactor
 
 __all__ = [
     "OLDEST_UCX",
@@ -96,8 +96,11 @@ def load_library(choice: str | None = None) -> LibraryFacts:
     return LibraryFacts(path=loaded, version=version, copy=_ucx.copy_kind())
 
 
-def context_settings(put_transport: PutTransport, kv_host: str) -> dict[str, str]:
-    """UCX settings (names without the UCX_ prefix) of a context that listens on the interface of `kv_host` only."""
+def context_settings(put_transport: PutTransport, kv_host: str, *, cuda: bool = False) -> dict[str, str]:
+    """UCX settings (names without the UCX_ prefix) of a context that listens on the interface of `kv_host` only.
+
+    `cuda`: it is to register GPU memory.
+    """
     settings = {
         # With rendezvous on, peer error mode drops every zero-copy put lane and emulates puts, slowly.
         "RNDV_THRESH": "inf",
@@ -108,15 +111,17 @@ def context_settings(put_transport: PutTransport, kv_host: str) -> dict[str, str
         "TCP_USER_TIMEOUT": "3s",
         "NET_DEVICES": ",".join(_devices(kv_host, rdma=put_transport == "auto")),
     }
+    # A list of transports that leaves these out takes GPU memory for host memory.
+    gpu = ",cuda_copy,cuda_ipc" if cuda else ""
     if ":" in kv_host:
         settings["TCP_AF_PRIO"] = "inet6,inet"
     if put_transport == "tcp":
-        settings["TLS"] = "tcp,self"
+        settings["TLS"] = "tcp,self" + gpu
         return settings
     # Without these, peer error mode sends the messages of one host over tcp.
     settings |= {"SYSV_ERROR_HANDLING": "y", "POSIX_ERROR_HANDLING": "y"}
     if put_transport == "cma":
-        settings["TLS"] = "cma,sysv,posix,tcp,self"
+        settings["TLS"] = "cma,sysv,posix,tcp,self" + gpu
     return settings
 
 
@@ -126,6 +131,7 @@ def open_context(
     *,
     library: str | None = None,
     overrides: Mapping[str, str] | None = None,
+    cuda: bool = False,
 ) -> Context:
     """A UCX context with the settings above.
 
@@ -136,16 +142,18 @@ def open_context(
     load_library(library)
     from kvrail.transfer import _ucx
 
-    settings = context_settings(put_transport, kv_host)
+    settings = context_settings(put_transport, kv_host, cuda=cuda)
     settings |= {name.removeprefix("UCX_"): value for name, value in (overrides or {}).items()}
     return _ucx.Context(settings)
 
 
-def open_reactor(context: Context, *, spin_us: int, copy_threads: int) -> Reactor:
-    """The progress thread (and copy threads) of `context`; one a process is enough."""
+def open_reactor(
+    context: Context, *, spin_us: int, copy_threads: int, cuda: CudaDevice | None = None
+) -> Reactor:
+    """The progress thread (and copy threads) of `context`; one a process is enough. `cuda`: for pools on that GPU."""
     from kvrail.transfer import _ucx
 
-    return _ucx.Reactor(context, spin_us=spin_us, copy_threads=copy_threads)
+    return _ucx.Reactor(context, spin_us=spin_us, copy_threads=copy_threads, cuda=cuda)
 
 
 def checksum_pages(base: int, page_bytes: int, pages: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:

@@ -37,7 +37,7 @@ __all__ = [
     "unpack_u32",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HAND_OFF_VERSION = 1
 
 
@@ -171,16 +171,18 @@ class LaneChosen(msgspec.Struct, frozen=True, kw_only=True, tag="lane"):
     """PE → CE: the outcome of the lane tests; the first message that the rank loops hear of a link.
 
     `name` "" means that no permitted lane works, for `reason`; the link is over then. Else `reason` says why a
-    faster lane was not taken. `probes`: (bytes per put, GB/s, µs per put).
+    faster lane was not taken, and `slow` that it is slower than it should be. `probes`: (bytes, GB/s, µs, runs of
+    neighbouring units, way).
     """
 
     epoch: int
-    name: Literal["shm", "put", ""]
+    name: Literal["shm", "peer", "put", ""]
     transport: str = ""
     memory: str = ""
     fence: Literal["worker", "process"] = "process"
-    probes: list[tuple[int, float, float]] = []
+    probes: list[tuple[int, float, float, int, Literal["kernel", "engine", "put", "shm"]]] = []
     reason: str = ""
+    slow: str = ""
 
 
 LinkMessage = Grant | Cancel | FirstToken | Doorbell | Quiesced | SelfTest | SelfTestResult | LaneChosen

@@ -145,6 +145,21 @@ def test_wrong_requests(stand: Any) -> None:
 JSON = {"content-type": "application/json"}
 
 
+def test_unknown_fields_can_be_left_out(stand: Any, caplog: pytest.LogCaptureFixture) -> None:
+    at = stand(answers(ids("x")), ignore_unknown_fields=True)
+    for _ in "12":
+        body = {"messages": HI, "surprise": 1, "max_tokens": 3, "remote_host": "evil"}
+        assert at.client.post(CHAT, json=body).status_code == 200
+    assert at.rank.wait_for(Submit)[0].sampling.max_tokens == 3
+    assert sum("'surprise' is not known" in line for line in caplog.messages) == 1
+    # What is known must still be right, and inside of fields nothing is left out.
+    refused(at.client.post(CHAT, json={"messages": HI, "surprise": 1, "n": 0}), 400, "n", "greater")
+    wrong = {"messages": HI, "stream_options": {"x": 1}}
+    refused(at.client.post(CHAT, json=wrong), 400, "stream_options.x", "not a known field")
+    refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400, None, "a JSON object")
+    assert at.client.post(COMPLETIONS, json={"prompt": "a", "odd": {}}).status_code == 200
+
+
 def test_bodies_that_are_no_json_object(stand: Any) -> None:
     at = stand(answers(ids("x")))
     refused(at.client.post(CHAT, content=b'{"messages": ', headers=JSON), 400, None, "JSON")

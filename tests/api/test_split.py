@@ -389,5 +389,5 @@ def test_lanes_and_metrics_of_links(pair: Any) -> None:
         "up",
         pe.server.url,
     )
-    assert one["probes"] == [{"bytes": 65536, "gb_per_s": 5.0, "us": 13.0}]
+    assert one["probes"] == [{"bytes": 65536, "gb_per_s": 5.0, "us": 13.0, "runs": 1, "way": "shm"}]
     assert one["counters"] == {"pages": 12, "bytes": 12288}

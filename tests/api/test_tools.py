@@ -10,10 +10,12 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from kit.answering import CALL, TEMPLATE, WEATHER, ids, prompts, says
 from kit.fake_rank import FakeRank, output
-from kvrail.runtime.messages import ToFront, ToRank
+from kit.tiny_model import END, byte_level_tokenizer
+from kvrail.runtime.messages import Submit, ToFront, ToRank
 from kvrail.transfer.wire import TokenLogprob, unpack_u32
 
 ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -151,6 +153,16 @@ def test_thinking_is_apart(client: Any) -> None:
     assert message.content == f"Hm, {CALL}\n</think>\n\nSo: {CALL}"
 
 
+def test_a_mark_in_a_message_opens_nothing(client: Any) -> None:
+    asks, _ = client("So.", reasoning_parser="qwen3")
+    options: Any = {"extra_body": {"add_generation_prompt": False}}
+    talk: Any = [{"role": "user", "content": "What is <think> for?"}]
+    assert (
+        asks.chat.completions.create(model="tiny", messages=talk, **options).choices[0].message.content
+        == "So."
+    )
+
+
 def test_an_answer_goes_on(serve: Any) -> None:
     at = serve(" blue")
     talk = [*ASK, {"role": "assistant", "content": "The sky is"}]
@@ -178,3 +190,32 @@ def test_the_official_client_s_pydantic_tools(client: Any) -> None:
     tool = openai.pydantic_function_tool(Weather, name="weather")
     choice = asks.chat.completions.parse(model="tiny", messages=ASK, tools=[tool]).choices[0]
     assert choice.message.tool_calls[0].function.parsed_arguments == Weather(city="Köln")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls(client: Any, choice: Any) -> None:
+    """A grammar makes the model call: the arguments alone when a function is named, else a list of calls."""
+    arguments = '{"city":"Rom"}'
+    said = arguments if isinstance(choice, dict) else f'[{{"name":"weather","parameters":{arguments}}}]'
+    asks, at = client(said)
+    options: Any = {"model": "tiny", "messages": ASK, "tools": [WEATHER], "tool_choice": choice}
+    answer = asks.chat.completions.create(**options).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rom"})
+    assert answer.message.content is None
+    with asks.chat.completions.stream(**options) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(streamed.function.arguments) == {"city": "Rom"}
+    grammar = at.rank.wait_for(Submit)[0].sampling.grammar
+    matcher = LLMatcher(LLTokenizer(byte_level_tokenizer().to_str(), eos_token=[END]), grammar, log_level=0)
+    assert matcher.try_consume_tokens(ids(said)) == len(ids(said))
+    assert matcher.is_accepting()
+    assert not matcher.consume_token(ids("x")[0])
+
+
+def test_a_forced_call_and_a_form_exclude_each_other(serve: Any) -> None:
+    at = serve("x")
+    body = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}
+    response = at.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"

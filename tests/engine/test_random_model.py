@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kit.tiny_model import write_model_folder
 from kvrail.runtime import random_model
 from kvrail.runtime.checkpoint import load_tokenizer, open_checkpoint
+from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.random_model import SHAPES, make_model
@@ -51,3 +53,21 @@ def test_unknown_shapes_and_devices_are_refused(tmp_path: Path, monkeypatch) -> 
         ConfigError, match=r"--device cuda: torch (.* was built without CUDA|finds no usable)"
     ):
         make_model(tmp_path, "tiny", device="cuda")
+
+
+def test_a_seed_stands_for_the_weights(tmp_path: Path) -> None:
+    written = make_model(tmp_path / "written", "tiny", seed=3)
+    kept = make_model(tmp_path / "kept", "tiny", seed=3, seed_only=True)
+    assert sum(file.stat().st_size for file in kept.glob("*.safetensors")) < 1000
+    cpu = torch.device("cpu")
+    config = open_checkpoint(str(kept)).config
+    assert drawn_seed(written) is None
+    assert drawn_seed(kept) == 3
+    drawn = drawn_model(config, torch.bfloat16, cpu, 3).state_dict()
+    loaded = {}
+    for file in written.glob("*.safetensors"):
+        loaded |= load_file(file)
+    assert drawn.keys() == loaded.keys()
+    assert all(torch.equal(drawn[name], loaded[name]) for name in drawn)
+    # It is served as any other.
+    PagedModel.load(open_checkpoint(str(kept)), "auto", 16)

@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from gpu.cuda_peer import CudaPeer
+from kit.remote import Remote
 from kvrail.kernels.page_copy import KernelsUnavailable, PageCopier, PageKernels
+from kvrail.transfer.cuda import open_device
+from kvrail.transfer.errors import CudaFailed
+
+if TYPE_CHECKING:
+    from kvrail.transfer._ucx import CudaDevice
+
+
+_PEER = Path(__file__).with_name("cuda_peer.py")
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +52,76 @@ def peer(kernels: PageKernels) -> int:
     (status,) = runtime.cudaDeviceEnablePeerAccess(1, 0)
     assert status in (runtime.cudaError_t.cudaSuccess, runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled)
     return 1
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("native-cubins"))
+
+
+@pytest.fixture
+def cuda(kernel_cache: str) -> CudaDevice:
+    """Device 0 of the native module, with kernels."""
+    try:
+        return open_device(0, Path(kernel_cache))
+    except CudaFailed as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def shared_remotes() -> Iterator[dict[int, Remote]]:
+    """A process for each GPU, kept over the tests: starting one takes seconds."""
+    remotes: dict[int, Remote] = {}
+    yield remotes
+    for remote in remotes.values():
+        remote.end()
+
+
+@pytest.fixture
+def make_gpu_pair(
+    cuda: CudaDevice, kernel_cache: str, shared_remotes: dict[int, Remote]
+) -> Iterator[Callable[..., tuple[Any, Remote]]]:
+    """make_gpu_pair(device, **options) → (end here on GPU 0, end in another process on GPU `device`), joined.
+
+    `mortal`: a process of its own, which the test may kill. `put`: import for puts, too.
+    """
+    with ExitStack() as stack:
+
+        def make(
+            device: int = 0, *, mortal: bool = False, put: bool = True, **options: Any
+        ) -> tuple[Any, Remote]:
+            if device and not _has_device(device):
+                pytest.skip("needs two GPUs")
+            if mortal:
+                remote = Remote(_PEER)
+                stack.callback(remote.end)
+            else:
+                remote = shared_remotes.get(device) or shared_remotes.setdefault(device, Remote(_PEER))
+                # After our end is closed, which is the proof that it has nothing of theirs mapped.
+                stack.callback(remote.do, "close")
+            theirs = remote.do("open", device=device, cache=kernel_cache, **options)
+            here = CudaPeer(0, kernel_cache, **options)
+            stack.callback(here.close)
+            here.join(theirs, put)
+            remote.do("join", card=here.card(), put=put)
+            # Both have the other's memory mapped: first both unmap, then each frees its own.
+            stack.callback(_part, here, None if mortal else remote)
+            return here, remote
+
+        yield make
+
+
+def _part(here: CudaPeer, remote: Remote | None) -> None:
+    if remote is not None:
+        remote.do("fence")
+    here.fence()
+
+
+def _has_device(ordinal: int) -> bool:
+    from kvrail.transfer import _ucx
+
+    try:
+        _ucx.CudaDevice(ordinal)
+    except CudaFailed:
+        return False
+    return True

@@ -100,7 +100,7 @@ class FakeRank:
             transport="memfd" if state == "up" else "",
             memory="4 KiB pages",
             reason=reason,
-            probes=[(65536, 5.0, 13.0)],
+            probes=[(65536, 5.0, 13.0, 1, "shm")],
         )
         self.send(report)
 

@@ -4,24 +4,22 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import mmap
 import os
-import select
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kit.native_events import NativeEvents
+from kit.remote import serve
 from kvrail.transfer import ucx
 from kvrail.transfer.ucx import EventKind
 
 PUT, SHM = 0, 1  # the pool ids under which the other end's pages are imported
 
 
-class Peer:
+class Peer(NativeEvents):
     """A link, its reactor, and `pages` pages of `page_bytes` in a sealed memfd, registered with UCX."""
 
     def __init__(
@@ -46,9 +44,7 @@ class Peer:
         self.base: int = self.data.ctypes.data
         self.region = self.context.register(self.base, self.data.nbytes)
         self.link = self.reactor.open_link(epoch=1, cookie=cookie)
-        self.epoll = select.epoll()
-        self.epoll.register(self.reactor.event_fd, select.EPOLLIN)
-        self.events: list[tuple[int, int, int, int, bytes]] = []
+        super().__init__(self.reactor)
 
     def card(self) -> dict[str, Any]:
         """What the other end needs."""
@@ -72,44 +68,13 @@ class Peer:
         finally:
             os.close(fd)
 
-    def poll(self, timeout: float = 0.0) -> None:
-        """Wait for the eventfd, and take what is there."""
-        if self.epoll.poll(timeout):
-            self.events += self.reactor.drain()
-
-    def take(
-        self, kind: EventKind, count: int = 1, timeout: float = 20.0
-    ) -> list[tuple[int, int, int, int, bytes]]:
-        """The first `count` events of that kind, in order, once they are there; AssertionError when they are not."""
-        deadline = time.monotonic() + timeout
-        while True:
-            found = [event for event in self.events if event[0] == kind][:count]
-            if len(found) == count:
-                for event in found:
-                    self.events.remove(event)
-                return found
-            left = deadline - time.monotonic()
-            assert left > 0, f"{count} {kind.name} wanted in {timeout} s, got {self.events}"
-            self.poll(min(left, 0.5))
-
-    def messages(self, count: int = 1) -> list[bytes]:
-        """The next `count` messages."""
-        return [event[4] for event in self.take(EventKind.MESSAGE, count)]
-
-    def none(self, kind: EventKind, within: float) -> bool:
-        """Whether no event of that kind comes within that time."""
-        deadline = time.monotonic() + within
-        while (left := deadline - time.monotonic()) > 0:
-            self.poll(left)
-        return not any(event[0] == kind for event in self.events)
-
     def close(self) -> None:
         """Everything, in the order that the layers ask for."""
         self.link.close()
         self.region.close()
         self.reactor.close()
         self.context.close()
-        self.epoll.close()
+        super().close()
         os.close(self.fd)
 
 
@@ -194,14 +159,5 @@ class Server:
         self.peer.close()
 
 
-def main() -> None:
-    """Serve commands on stdin until it closes."""
-    server = Server()
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        result = getattr(server, command)(**arguments)
-        print(json.dumps(result), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Server())

@@ -133,6 +133,29 @@ def test_an_index_outside_is_refused_before_anything_is_written(
     assert not there.data.any()
 
 
+@pytest.mark.parametrize("lane", [PUT, SHM])
+def test_long_lists_go_in_pieces_to_the_last_unit(make_pair: Make, lane: int) -> None:
+    units = 2 * 32768 + 5
+    here, there = make_pair("cma", pages=units, page_bytes=64)
+    numbered(here)
+    order = np.random.default_rng(3).permutation(units)
+    writer = here.link.writer(1, ttl_s=30.0)
+    writer.push(lane, here.base, indices(order), indices(np.roll(order, 9)))
+    writer.push(lane, here.base, indices([]), indices([]))
+    writer.ring(b"bell")
+    there.messages()
+    assert (there.data[np.roll(order, 9)] == here.data[order]).all()
+    assert writer.done == units
+    wrong = indices(order)
+    wrong[-1] = units
+    refused = here.link.writer(2, ttl_s=30.0)
+    refused.push(lane, here.base, indices(order), wrong)
+    refused.ring(b"never")
+    assert here.take(EventKind.FAILED)[0][2:4] == (2, INVALID_ADDRESS)
+    refused.stop()
+    assert here.take(EventKind.QUIET)[0][2:4] == (2, 0)
+
+
 def test_an_unknown_pool_and_unregistered_memory_are_refused(make_pair: Make) -> None:
     here, _ = make_pair("cma")
     stranger = np.zeros(4096, dtype=np.uint8)

@@ -4,146 +4,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kit.link_ranks import LAYOUT, PATIENCE_S, Start, connect, starting
+
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
-LAYOUT = {"model_id": "m", "layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": "float32", "page_tokens": 64}
-PAGES = 32
-# Generous: the machine may be busy. Nothing below waits this long when all is well.
-PATIENCE_S = 30.0
 LANES = {
     "shm": {"lane": "shm"},
     "put/cma": {"lane": "put", "put_transport": "cma"},
     "put/tcp": {"lane": "put", "put_transport": "tcp"},
 }
 
-Event = dict[str, Any]
-Start = Callable[..., "Rank"]
-
-
-class Rank:
-    """One link_peer.py process."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(ROOT / "tests/process/link_peer.py"), json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self._lines: queue.Queue[Event] = queue.Queue()
-        self._pending: list[Event] = []
-        self._commands = 0
-        threading.Thread(target=self._read, daemon=True).start()
-
-    @functools.cached_property
-    def key(self) -> list[Any]:
-        """[incarnation, rank]. Waits until the process is ready: two that are started together load together."""
-        return list(self.wait("Ready")["key"])
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(json.loads(line))
-
-    def _next(self, matches: Callable[[Event], bool], what: str, patience_s: float) -> Event:
-        for at, event in enumerate(self._pending):
-            if matches(event):
-                return self._pending.pop(at)
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                event = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(
-                    f"no {what} within {patience_s} s; came instead: {self._pending}"
-                ) from None
-            if matches(event):
-                return event
-            self._pending.append(event)
-
-    def wait(self, name: str, patience_s: float = PATIENCE_S, **fields: object) -> Event:
-        """The next event `name` with these fields; others stay for later."""
-        wanted = fields | {"event": name}
-        return self._next(lambda event: wanted.items() <= event.items(), f"{wanted}", patience_s)
-
-    def expect_none(self, name: str, seconds: float) -> None:
-        with pytest.raises(AssertionError, match="within"):
-            self.wait(name, seconds)
-
-    def ask(self, do: str, **fields: object) -> Any:
-        assert self.process.stdin is not None
-        self._commands += 1
-        number = self._commands
-        self.process.stdin.write(json.dumps({"id": number, "do": do, **fields}) + "\n")
-        answer = self._next(lambda event: event.get("answer") == number, f"answer to {do}", PATIENCE_S)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["value"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(accept, token=…, layout=…, ucx=…, **options) → Rank. All are killed at the end."""
-    ranks: list[Rank] = []
-    folder = tmp_path / "run"
-
-    def make(
-        accept: bool,
-        *,
-        token: str = "00" * 32,
-        layout: dict[str, Any] = LAYOUT,
-        ucx: dict[str, str] | None = None,
-        **options: object,
-    ) -> Rank:
-        config = {
-            "accept": accept,
-            "pages": PAGES,
-            "layout": layout,
-            "options": {"socket_dir": str(folder), "heartbeat_s": 0.1} | options,
-            "token": token,
-            "ucx": ucx or {},
-            "rank": len(ranks),
-        }
-        ranks.append(Rank(config))
-        return ranks[-1]
-
-    yield make
-    for rank in ranks:
-        rank.kill()
-        for pipe in (rank.process.stdin, rank.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-def connect(pe: Rank, ce: Rank, *, unix: bool = True) -> tuple[Event, Event]:
-    """(the CE's LinkUp, the PE's)."""
-    peer = pe.ask("address")
-    if not unix:
-        peer[-1] = ""
-    ce.ask("connect", peer=peer)
-    return ce.wait("LinkUp", key=pe.key), pe.wait("LinkUp", key=ce.key)
+    with starting(tmp_path / "run") as make:
+        yield make
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -154,7 +39,7 @@ def test_pages_and_messages_cross(start: Start, lane: str) -> None:
         assert (up["lane"], up["epoch"], up["same_host"]) == (lane, 1, True)
         assert up["fence"] == ("worker" if lane == "put/tcp" else "process")
         assert [probe[0] for probe in up["probes"]] == [4096, 256 << 10, 4 << 20]
-        assert all(0 < rate < 1000 and us > 0 for _, rate, us in up["probes"])
+        assert all(0 < rate < 1000 and us > 0 for _, rate, us, *_ in up["probes"])
     ce.ask("send", key=pe.key, epoch=1)
     pe.wait("Received", message="Cancel")
     target = [31, 3, 4, 5, 0, 17]

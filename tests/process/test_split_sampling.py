@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 
 from kit.cluster import Server, wait_until
 from kit.split import MODEL
+from kit.tiny_model import byte_level_tokenizer
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -20,6 +22,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LANES = ["shm", "put/cma"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 # Each with a prompt of its own, so that prefix caches are equally warm on both sides.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -59,6 +67,20 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "n with stop strings": {"n": 4, "stop": ["1 w", "2 w"], "max_tokens": 40},
     "echo": {"echo": True},
+    "regex": {"guided_regex": r"[0-9]{2,5}(ab|cd)", "max_tokens": 30},
+    "choice, with logprobs": {"guided_choice": ["yes", "no", "maybe"], "logprobs": 2},
+    "json schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        "max_tokens": 60,
+    },
+    "json object": {"response_format": {"type": "json_object"}, "max_tokens": 12},
+    "grammar": {"guided_grammar": 'root ::= "a" root "b" | "c"', "max_tokens": 12},
+    "n with a regex and penalties": {
+        "structured_outputs": {"regex": "[a-z]{4,8}"},
+        "n": 3,
+        "frequency_penalty": 1.0,
+        "max_tokens": 20,
+    },
     "one token": {"max_tokens": 1, "logprobs": 2, "presence_penalty": 1.0},
     "all": {
         "n": 2,
@@ -229,6 +251,36 @@ def test_log_probabilities_of_a_prompt_are_refused_where_no_logits_are(cluster: 
     assert refused.json()["error"]["param"] == "echo"
     notes = send(single, TEXT, body).json()["choices"][0]["logprobs"]
     assert [value is None for value in notes["token_logprobs"]] == [True] + [False] * 42
+
+
+def test_forms_are_kept(cluster: Cluster) -> None:
+    """The first token comes from one engine and the others from another one, by the same grammar."""
+    ce = cluster.split("shm").ce
+
+    def ask(name: str, **more: Any) -> list[dict[str, Any]]:
+        body = {"prompt": prompt(8500, 20), "seed": 2, **PARAMETERS[name], **more}
+        choices: list[dict[str, Any]] = send(ce, TEXT, body).json()["choices"]
+        return choices
+
+    for number in range(3):
+        choice = ask("regex", prompt=prompt(8500 + number, 20))[0]
+        assert re.fullmatch(r"[0-9]{2,5}(ab|cd)", choice["text"])
+        assert choice["finish_reason"] == "stop"
+        assert ask("choice, with logprobs", seed=number)[0]["text"] in ("yes", "no", "maybe")
+        choice = ask("json schema", seed=number, logit_bias={str(token): -100 for token in whitespace()})[0]
+        assert choice["finish_reason"] == "stop"
+        found = json.loads(choice["text"])
+        assert found["name"] in ("Ann", "Bob")
+        assert 1 <= found["age"] <= 99
+    assert all(re.fullmatch("[a-z]{4,8}", one["text"]) for one in ask("n with a regex and penalties"))
+    messages = [{"role": "user", "content": "Which?"}]
+    body = {"messages": messages, "guided_choice": ["left", "right"], "seed": 1}
+    assert send(ce, CHAT, body).json()["choices"][0]["message"]["content"] in ("left", "right")
+
+
+def whitespace() -> list[int]:
+    """Tokens that a random model would write for ever where JSON allows them."""
+    return [token for text in (" ", "\n", "\t", "\r") for token in byte_level_tokenizer().encode(text).ids]
 
 
 def test_clients_that_leave_in_the_middle_leave_nothing(cluster: Cluster) -> None:

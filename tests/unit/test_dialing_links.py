@@ -86,7 +86,12 @@ def links(reactor: Reactor, tmp_path: Path) -> Iterator[Links]:
     load_library()
     memory = memoryview(bytearray(4096 * 2048))
     probe: Any = SimpleNamespace(
-        address=1, nbytes=len(memory), unit_bytes=4096, memory="host", fd=-1, buffer=memory, packed_key=bytes
+        address=1,
+        nbytes=len(memory),
+        unit_bytes=4096,
+        memory="host",
+        packed_key=bytes,
+        read=lambda offset, nbytes: bytes(memory[offset : offset + nbytes]),
     )
     made = Links(
         reactor=reactor,  # type: ignore[arg-type]

@@ -8,13 +8,18 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvrail.transfer.errors import LaneUnavailable
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.lane_test import News, lane_test
 from kvrail.transfer.lanes import Plan, Wishes
 from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.link_events import LaneInfo
 from kvrail.transfer.memory import PROBE_POOL
+from kvrail.transfer.wire import SelfTest, decode
 
 LAYOUT = PageLayout(model_id="m", layers=2, kv_heads=2, head_dim=32, dtype="float32", page_tokens=64)
 POOLS = [
@@ -37,31 +42,94 @@ OFFER = Offer(
 )
 
 
+GPU_OFFER = msgspec.structs.replace(
+    OFFER,
+    pools=[msgspec.structs.replace(pool, memory="cuda", handle=b"h" * 64) for pool in POOLS],
+    gpu=Gpu(uuid=b"g" * 16, name="GPU"),
+)
+WISHES = (Wishes("auto", "auto", None), Wishes("auto", "auto", None))
+PLANS = {"put": Plan(("put",), "all", "auto", ""), "peer": Plan(("peer", "put"), "all", "auto", "")}
+
+
+class Bench:
+    """A lane test over a link that only takes notes. `broken`: ways whose self-test fails."""
+
+    def __init__(self, lane: str = "put", *, broken: tuple[str, ...] = (), memory: str = "host") -> None:
+        self.opened: list[int] = []
+        self.imported: list[tuple[str, int]] = []
+        self.broken = broken
+        self.last_way = ""
+        self.timed = False
+        link: Any = SimpleNamespace(
+            import_put=lambda pool, **_: self.imported.append(("put", pool)),
+            import_peer=lambda pool, **_: self.imported.append(("peer", pool)),
+            writer=self._writer,
+            transports=lambda: ["tcp/lo"],
+        )
+        pool: Any = SimpleNamespace(
+            name="probe", memory=memory, address=1, unit_bytes=4096, nbytes=8 << 20, write=lambda *_: None
+        )
+        offer = GPU_OFFER if lane == "peer" else OFFER
+        self.test = lane_test(link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1))
+
+    def _writer(self, key: int, ttl_s: float) -> Any:
+        self.opened.append(key)
+        return SimpleNamespace(push=self._push, ring=self._ring)
+
+    def _push(self, pool: int, address: int, source: Any, target: Any, *, way: str) -> None:
+        self.last_way = way
+
+    def _ring(self, message: bytes) -> None:
+        test = decode(message)
+        assert isinstance(test, SelfTest)
+        # A speed probe is an empty test, which waits for its doorbell and not for a verdict.
+        self.timed = test.nbytes == 0
+
+    def run(self, late_s: float = -10.0) -> LaneInfo:
+        next(self.test)
+        while True:
+            if self.last_way in self.broken:
+                news = News("failed", False, "broken")
+            elif self.timed:
+                news = News("rung", True, "", time.monotonic() - late_s)
+            else:
+                news = News("verdict", True, "")
+            try:
+                self.test.send(news)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(("late_s", "rounds"), [(-10.0, 1 + 9 + 5 + 3), (1.0, 1 + 3)])
 def test_a_busy_rank_probes_each_size_once(late_s: float, rounds: int) -> None:
-    writer = SimpleNamespace(push=lambda *_: None, ring=lambda _: None)
-    opened: list[int] = []
+    bench = Bench()
+    lane = bench.run(late_s)
+    assert (len(bench.opened), len(lane.probes), lane.label) == (rounds, 3, "put/tcp")
 
-    def open_writer(key: int, ttl_s: float) -> Any:
-        opened.append(key)
-        return writer
 
-    link: Any = SimpleNamespace(
-        import_put=lambda *_, **__: None, writer=open_writer, transports=lambda: ["tcp/lo"]
-    )
-    pool: Any = SimpleNamespace(
-        name="probe", address=1, unit_bytes=4096, nbytes=8 << 20, buffer=memoryview(bytearray(8 << 20))
-    )
-    wishes = Wishes("auto", "auto", None)
-    test = lane_test(
-        link, OFFER, Plan(("put",), "all", "auto", ""), (wishes, wishes), (), pool, 0, itertools.count(1)
-    )
-    next(test)
-    news, lane = News("verdict", True, ""), None
-    while lane is None:
-        try:
-            test.send(news)
-        except StopIteration as end:
-            lane = end.value
-        news = News("rung", True, "", time.monotonic() - late_s)
-    assert (len(opened), len(lane.probes), lane.label) == (rounds, 3, "put/tcp")
+def test_both_ways_of_a_peer_are_tested_and_timed() -> None:
+    bench = Bench("peer", memory="cuda")
+    lane = bench.run(1.0)
+    assert (lane.label, lane.transport, lane.memory, lane.fence) == ("peer", "cuda_ipc", "cuda", "process")
+    assert [(probe.way, probe.nbytes, probe.runs) for probe in lane.probes] == [
+        (way, nbytes, runs)
+        for way in ("kernel", "engine")
+        for nbytes, runs in ((4096, 1), (256 << 10, 1), (256 << 20, 64), (256 << 10, 64))
+    ]
+    assert bench.imported == [("peer", 4), ("peer", 0)]
+
+
+def test_without_the_kernel_the_engine_is_left_and_it_is_said() -> None:
+    bench = Bench("peer", broken=("kernel",), memory="cuda")
+    lane = bench.run(1.0)
+    assert {probe.way for probe in lane.probes} == {"engine"}
+    assert "peer without kernel: self-test put failed: broken" in lane.reason
+
+
+def test_when_nothing_works_every_reason_is_given() -> None:
+    bench = Bench("peer", broken=("kernel", "engine", "put"), memory="host")
+    with pytest.raises(LaneUnavailable) as refusal:
+        bench.run()
+    said = str(refusal.value)
+    assert "peer: kernel: self-test put failed: broken; engine: self-test put failed" in said
+    assert "no fast way from host memory to GPU memory here" in said

@@ -14,7 +14,7 @@ import pytest
 
 from kvrail.frontend import cli
 from kvrail.frontend.launch import _with_model_folder
-from kvrail.runtime.config import LaunchConfig, rank_environment
+from kvrail.runtime.config import LaunchConfig, mps_sign, rank_environment
 from kvrail.runtime.errors import ConfigError
 
 GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
@@ -38,9 +38,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"host": "::"}, "--host :: is not loopback"),
     ({"host": ""}, "--host  is not loopback"),
     ({"kv_host": "eth0"}, "--kv-host eth0 is not loopback: give the cluster token with --token-file"),
-    ({"require_lane": "rdma"}, "--require-lane rdma: must be shm, put, put/cma or put/tcp"),
-    ({"require_lane": "shm/cma"}, "--require-lane shm/cma: must be shm, put, put/cma or put/tcp"),
+    (
+        {"require_lane": "rdma"},
+        "--require-lane rdma: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc",
+    ),
+    (
+        {"require_lane": "shm/cma"},
+        "--require-lane shm/cma: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc",
+    ),
     ({"require_lane": "shm", "lane": "put"}, "--require-lane shm cannot hold with --lane put"),
+    ({"require_lane": "peer", "lane": "put"}, "--require-lane peer cannot hold with --lane put"),
+    ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
+    ({"device": "cuda:"}, "--device cuda:: must be cpu, cuda or cuda:N"),
+    ({"device": "cuda:-1"}, "--device cuda:-1: must be cpu, cuda or cuda:N"),
+    ({"device": "cuda", "lane": "shm"}, "--lane shm is for host memory, not for --device cuda"),
+    ({"device": "cuda", "put_transport": "tcp"}, "--put-transport tcp is for host memory"),
+    ({"lane": "peer"}, "--lane peer on a ce needs its pages in GPU memory: give --device cuda"),
     ({"require_lane": "put/cma", "put_transport": "tcp"}, "cannot hold with --put-transport tcp"),
 ]
 
@@ -58,6 +71,29 @@ def test_what_cannot_work_is_named(wrong: dict[str, Any], said: str) -> None:
 def test_lanes_that_may_be_required(lane: str) -> None:
     assert LaunchConfig(**GOOD, require_lane=lane).require_lane == lane
     assert LaunchConfig(**GOOD, require_lane=lane, lane=lane.partition("/")[0]).require_lane == lane  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lane", ["peer", "put/cuda_ipc"])
+def test_lanes_of_gpus_that_may_be_required(lane: str) -> None:
+    config = LaunchConfig(**GOOD, device="cuda", require_lane=lane, lane=lane.partition("/")[0])  # type: ignore[arg-type]
+    assert config.require_lane == lane
+
+
+def test_a_cpu_pe_may_ask_for_the_kernel() -> None:
+    assert LaunchConfig(role="pe", model="m", lane="peer").device_of(0) is None
+
+
+def test_ranks_spread_over_the_gpus_from_the_named_one_on() -> None:
+    assert [LaunchConfig(**GOOD, device="cuda", dp=3).device_of(rank) for rank in range(3)] == [0, 1, 2]
+    assert [LaunchConfig(**GOOD, device="cuda:2", dp=2).device_of(rank) for rank in range(2)] == [2, 3]
+    assert LaunchConfig(**GOOD, dp=2).device_of(1) is None
+
+
+def test_mps_is_seen_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert mps_sign() == ""
+    (tmp_path / "control").touch()
+    assert str(tmp_path) in mps_sign()
 
 
 def run(*flags: str, folder: Path) -> tuple[int, list[str]]:

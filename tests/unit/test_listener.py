@@ -19,6 +19,7 @@ from kvrail.transfer import control_socket, handshake
 from kvrail.transfer.connector import LinkSetup, NewLink
 from kvrail.transfer.conversation import Conversation
 from kvrail.transfer.errors import LinkLost, LinkRefused
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey, LinkOptions, LinkRefusal
@@ -28,6 +29,7 @@ from kvrail.transfer.memory import SEALS
 TOKEN = b"t" * 32
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
 LAYOUT = PageLayout(model_id="m", layers=2, kv_heads=2, head_dim=32, dtype="float32", page_tokens=64)
+POOLS = SimpleNamespace(pages=SimpleNamespace(memory="host"), probe=SimpleNamespace(unit_bytes=4096))
 
 
 class Link:
@@ -44,7 +46,7 @@ class Link:
 class Bench:
     """A listener, and what came of the handshakes with it."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, gpu: Gpu | None = None, **options: Any) -> None:
         self.selector = selectors.DefaultSelector()
         self.outcomes: list[NewLink | LinkRefusal] = []
         self.links: list[Link] = []
@@ -53,9 +55,10 @@ class Bench:
             me=PE,
             token=TOKEN,
             layout=LAYOUT,
-            pools=SimpleNamespace(probe=SimpleNamespace(unit_bytes=4096)),  # type: ignore[arg-type]
+            pools=POOLS,  # type: ignore[arg-type]
             options=LinkOptions(socket_dir=folder / "run", **options),
             ucx_version=(1, 22, 0),
+            gpu=gpu,
         )
         self.listener = Listener(setup, self.selector, lambda outcome, now: self.outcomes.append(outcome))
 
@@ -162,6 +165,8 @@ def test_after_a_local_failure_only_the_network_is_used(bench: Callable[..., Ben
 
 
 BASE = offer().pools
+GPU = Gpu(uuid=b"g" * 16, name="GPU")
+ON_GPU = [msgspec.structs.replace(entry, memory="cuda", handle=b"h" * 64) for entry in BASE]
 REFUSED = {
     "UCX minor": ({"ucx": (1, 21, 9)}, "UCX versions differ: ours 1.22.0, theirs 1.21.9"),
     "layout": ({"layout": msgspec.structs.replace(LAYOUT, dtype="bfloat16")}, "dtype"),
@@ -178,7 +183,41 @@ REFUSED = {
     "negative unit": ({"probe_unit": -1}, "out of range"),
     "no address": ({"address": b""}, "no worker address"),
     "wishes": ({"require_lane": "shm"}, "required: shm"),
+    "GPU pools without a GPU": ({"pools": ON_GPU}, "is in cuda memory, the offer is of host memory"),
+    "host pools on a GPU": ({"gpu": GPU}, "is in host memory, the offer is of cuda memory"),
+    "half a handle": (
+        {"gpu": GPU, "pools": [msgspec.structs.replace(entry, handle=b"h" * 32) for entry in ON_GPU]},
+        "handle of its GPU memory is malformed",
+    ),
+    "offset before the handle": (
+        {"gpu": GPU, "pools": [msgspec.structs.replace(entry, handle_offset=-1) for entry in ON_GPU]},
+        "handle of its GPU memory is malformed",
+    ),
+    "peer without a CUDA device here": (
+        {"gpu": GPU, "pools": ON_GPU, "lane": "peer"},
+        "this prefill engine has no CUDA device open",
+    ),
 }
+
+
+def test_pools_on_gpus_are_reached_by_the_kernel_first(bench: Callable[..., Bench]) -> None:
+    made = bench(gpu=GPU)
+    _, accept = made.offer(offer(gpu=GPU, pools=ON_GPU))
+    (new,) = made.outcomes
+    assert isinstance(new, NewLink)
+    assert new.plan is not None
+    assert (new.plan.lanes, accept.scope, new.plan.reason) == (("peer", "put"), "all", "")
+
+
+def test_under_mps_the_offer_of_a_gpu_is_taken_over_the_network_only(bench: Callable[..., Bench]) -> None:
+    made = bench(gpu=GPU)
+    theirs = msgspec.structs.replace(GPU, mps="its control pipe is there")
+    _, accept = made.offer(offer(gpu=theirs, pools=ON_GPU))
+    (new,) = made.outcomes
+    assert isinstance(new, NewLink)
+    assert new.plan is not None
+    assert (new.plan.lanes, accept.scope) == (("put",), "network")
+    assert "no peer: the completion engine's GPU is shared through MPS" in new.plan.reason
 
 
 @pytest.mark.parametrize(("changes", "word"), REFUSED.values(), ids=REFUSED)

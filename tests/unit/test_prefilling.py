@@ -14,7 +14,7 @@ from kvrail.runtime.messages import Prefill, PrefillDone, Sampling
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.rank import Front, Loop
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.link_events import LaneInfo, LinkKey, LinkUp, PeerBeat, Received
+from kvrail.transfer.link_events import LaneInfo, LinkKey, LinkUp, PeerBeat, Probe, Received
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
 
@@ -22,14 +22,17 @@ LAYOUT = PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=1, dtype="float
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
 TICKET, TTL_S = b"t" * 16, 10.0
 SAMPLING = Sampling(max_tokens=4, seed=1)
+TCP = LaneInfo("put", "tcp", "host", "worker")
 
 
 class Writer:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s, self.done, self.pushed, self.rung = ttl_s, 0, 0, False
+        self.told: list[tuple[Any, str]] = []
 
-    def push(self, pool: int, address: int, source: Any, target: Any) -> None:
+    def push(self, pool: int, address: int, source: Any, target: Any, *, after: Any, way: str) -> None:
         self.pushed += len(target)
+        self.told.append((after, way))
 
     def ring(self, message: bytes) -> None:
         self.rung = True
@@ -44,13 +47,15 @@ class Writer:
 class Bench:
     """A real ledger and role; engine, links and writers only take notes."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: LaneInfo = TCP) -> None:
         self.sent: list[Any] = []
+        self.streams: list[int | None] = []
         self.added: list[str] = []
         self.writers: list[Writer] = []
         self.beats: list[Beat] = []
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
+            stream=7,
             add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
             sequence=lambda request: SequenceState([0, 1], 32, 0),
@@ -60,7 +65,9 @@ class Bench:
             writer=self._writer,
             set_beat=lambda key, beat: self.beats.append(beat),
         )
-        pools: Any = SimpleNamespace(pages=SimpleNamespace(address=0, unit_bytes=LAYOUT.page_bytes))
+        pools: Any = SimpleNamespace(
+            pages=SimpleNamespace(address=0, unit_bytes=LAYOUT.page_bytes), fence=self._fence
+        )
         self.role = Prefilling(
             engine=engine,
             pool=SimpleNamespace(),  # type: ignore[arg-type]
@@ -69,7 +76,11 @@ class Bench:
             sender=Sender(LAYOUT, incarnation=PE.incarnation, rank=PE.rank),
             send=self.sent.append,
         )
-        self.role.on_link(0, LinkUp(CE, 1, LaneInfo("put", "tcp", "host", "worker")))
+        self.role.on_link(0, LinkUp(CE, 1, lane))
+
+    def _fence(self, stream: int | None) -> str:
+        self.streams.append(stream)
+        return f"fence {len(self.streams)}"
 
     def _writer(self, key: LinkKey, writer: int, ttl_s: float) -> Writer:
         self.writers.append(Writer(ttl_s))
@@ -163,3 +174,27 @@ def test_a_request_id_that_the_engine_still_knows_is_refused() -> None:
     assert (end.ok, end.status, bench.added) == (False, 409, ["r"])
     done(1, bench)
     assert bench.writers[0].rung
+
+
+def test_each_step_s_pushes_wait_for_what_that_step_has_queued() -> None:
+    bench = Bench()
+    bench.start()
+    bench.role.on_step(1, [StepOutput("r", 16, None, None, 0)])
+    bench.role.on_step(2, [StepOutput("r", 32, 9, None, 0)])
+    assert bench.streams == [7, 7], "one fence a step, behind the engine's stream"
+    assert [after for after, _ in bench.writers[0].told] == ["fence 1", "fence 2"]
+
+
+def test_the_way_of_a_push_is_the_one_that_the_probes_say_is_faster() -> None:
+    page = LAYOUT.page_bytes
+    for slow in ("kernel", "engine"):
+        ways: dict[Any, float] = {"kernel": 10.0, "engine": 10.0, slow: 1000.0}
+        probes = tuple(Probe(page, 1.0, us, 1, way) for way, us in ways.items())
+        bench = Bench(LaneInfo("peer", "cuda_ipc", "cuda", "process", probes))
+        bench.start()
+        done(1, bench)
+        (way,) = {way for _, way in bench.writers[0].told}
+        assert way in ways
+        assert way != slow
+        ((_, _, counted),) = bench.role._board.counters()
+        assert counted[f"bytes_by_{way}"] == counted["bytes"] == 2 * page

@@ -8,19 +8,49 @@
 #include <string>
 #include <vector>
 
+#include "cuda_memory.h"
 #include "mapping.h"
 #include "memory.h"
 #include "rkey.h"
 
 namespace kvrail {
 
-// A peer's pool: reached by put when it has a key, by copying when it has a mapping.
+// How bytes reach a peer's pool: by UCX; by the CPU into mapped host memory; by the GPU into mapped GPU memory, with
+// its copy engine or with the page-copy kernel. `best`: whatever was imported.
+enum class Way { best, put, shm, engine, kernel };
+
+// A peer's pool, in the ways in which it was imported. Never changed after that: batches hold it.
 struct Pool {
   std::uint64_t units;
   std::uint64_t unit_bytes;
-  std::uint64_t base = 0;
-  std::unique_ptr<RemoteKey> key;
-  std::unique_ptr<Mapping> mapping;
+  std::uint64_t base = 0;  // for puts
+  std::shared_ptr<RemoteKey> key;
+  std::shared_ptr<Mapping> mapping;
+  std::shared_ptr<PeerMemory> peer;
+  bool kernel = false;  // `peer` is fit for the page-copy kernel
+  Way last = Way::best;
+
+  // Another import of the same pool adds a way; of the same id with another shape, it replaces the pool.
+  void keep_ways_of(const Pool& older) {
+    if (older.units != units || older.unit_bytes != unit_bytes) return;
+    if (!key) {
+      key = older.key;
+      base = older.base;
+    }
+    if (!mapping) mapping = older.mapping;
+    if (!peer) {
+      peer = older.peer;
+      kernel = older.kernel;
+    }
+  }
+
+  // The way to take for what was wished, or `best` when there is none.
+  Way choose(Way wished) const {
+    if (wished == Way::best) wished = peer ? kernel ? Way::kernel : Way::engine : last;
+    bool there = wished == Way::put ? key != nullptr : wished == Way::shm ? mapping != nullptr : peer != nullptr;
+    if (wished == Way::kernel && !kernel) there = false;
+    return there ? wished : Way::best;
+  }
 };
 
 struct Run {
@@ -33,23 +63,45 @@ struct Run {
 class Batch {
  public:
   Batch(std::uint32_t pool, std::uint64_t source, std::vector<std::uint32_t> sources,
-        std::vector<std::uint32_t> targets)
-      : pool_id(pool), source(source), sources(std::move(sources)), targets(std::move(targets)) {}
+        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after, bool ends_push)
+      : pool_id(pool),
+        source(source),
+        sources(std::move(sources)),
+        targets(std::move(targets)),
+        way(way),
+        after(std::move(after)),
+        ends_push(ends_push) {}
 
   // Binds the batch to the peer's pool and to our registered memory. Returns why it cannot, or "": nothing
   // else in the system checks bounds, over tcp and cma a key protects nothing.
   std::string bind(std::shared_ptr<Pool> to, std::shared_ptr<Region> from) {
-    for (std::size_t i = 0; i < targets.size(); ++i) {
-      if (targets[i] >= to->units)
-        return "target unit " + std::to_string(targets[i]) + " is outside pool " + std::to_string(pool_id) + " of " +
-               std::to_string(to->units) + " units";
-    }
+    // No early exit: so it runs at the speed of memory.
+    std::uint32_t last = 0;
+    for (std::uint32_t unit : targets) last = std::max(last, unit);
+    if (last >= to->units)
+      return "target unit " + std::to_string(last) + " is outside pool " + std::to_string(pool_id) + " of " +
+             std::to_string(to->units) + " units";
+    if (way == Way::shm && !from->is_host()) return "the source is " + from->memory() + " memory, way shm needs host";
+    if (way == Way::kernel && source % 16 != 0) return "the source is not aligned to 16 bytes, which way kernel needs";
     pool = std::move(to);
     region = std::move(from);
     return {};
   }
 
   bool empty() const { return next_ == sources.size(); }
+
+  struct Units {
+    const std::uint32_t* sources;
+    const std::uint32_t* targets;
+    std::uint32_t count;
+  };
+  // The next units, at most so many.
+  Units take_units(std::uint32_t most) {
+    Units units{&sources[next_], &targets[next_],
+                static_cast<std::uint32_t>(std::min<std::size_t>(most, sources.size() - next_))};
+    next_ += units.count;
+    return units;
+  }
   std::uint64_t nbytes() const { return sources.size() * pool->unit_bytes; }
 
   // The next run of at most `limit` bytes. A single unit larger than that is cut when `cut`, else given
@@ -76,6 +128,9 @@ class Batch {
   const std::uint64_t source;
   const std::vector<std::uint32_t> sources;
   const std::vector<std::uint32_t> targets;
+  Way way;
+  std::shared_ptr<CudaFence> after;  // until it is known to be done
+  const bool ends_push;              // the last piece of what was pushed at once
   std::shared_ptr<Pool> pool;
   std::shared_ptr<Region> region;
 

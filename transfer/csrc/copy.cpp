@@ -13,9 +13,9 @@
 
 namespace kvrail {
 
-void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs) {
+void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs, std::size_t most) {
   runs.clear();
-  for (std::uint64_t left = limit; !batch.empty();) {
+  for (std::uint64_t left = limit; !batch.empty() && runs.size() < most;) {
     // A unit that no longer fits into this slice waits for the next one.
     if (!runs.empty() && left < std::min(batch.pool->unit_bytes, limit)) break;
     runs.push_back(batch.take(left, true));

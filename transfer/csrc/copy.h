@@ -31,7 +31,8 @@ struct CopyJob {
 // Copies up to `limit` bytes of the batch, fences the stores, counts the units. The caller has asked the
 // writer.
 void copy_slice(Writer& writer, const Batch& batch, const std::vector<Run>& runs);
-void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs);
+// The next runs of the batch: at most `limit` bytes, and at most `most` of them.
+void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs, std::size_t most = SIZE_MAX);
 
 class CopyCrew {
  public:

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "context.h"
+#include "cuda_memory.h"
+#include "cuda_sums.h"
 #include "link.h"
 #include "memory.h"
 #include "reactor.h"
@@ -39,6 +41,25 @@ struct PyRegion {
   std::shared_ptr<Region> region;
 };
 
+// What every pool, fence and reactor of one GPU shares.
+struct PyCudaDevice {
+  explicit PyCudaDevice(int ordinal) : device(std::make_shared<CudaDevice>(ordinal)) {}
+  // Made on first use: it takes some of the GPU's memory.
+  CudaSums& sums() {
+    std::lock_guard lock(mutex);
+    if (!summing) summing = std::make_unique<CudaSums>(device);
+    return *summing;
+  }
+  const std::shared_ptr<CudaDevice> device;
+  std::mutex mutex;
+  std::unique_ptr<CudaSums> summing;
+};
+
+// Apart from Python's own object: the reactor's thread drops its fences without the GIL.
+struct PyFence {
+  std::shared_ptr<CudaFence> fence;
+};
+
 struct PyReactor {
   std::shared_ptr<Reactor> reactor;
 };
@@ -57,6 +78,14 @@ struct PyLink {
   std::shared_ptr<Link> link;
 };
 
+inline Way way_named(const std::string& name) {
+  constexpr std::pair<const char*, Way> kWays[] = {
+      {"", Way::best}, {"put", Way::put}, {"shm", Way::shm}, {"engine", Way::engine}, {"kernel", Way::kernel}};
+  for (const auto& [known, way] : kWays)
+    if (name == known) return way;
+  throw nb::value_error("push: way is kernel, engine, shm or put, or empty for the best");
+}
+
 class PyWriter {
  public:
   PyWriter(std::shared_ptr<PyLink> link, std::shared_ptr<Writer> writer)
@@ -70,14 +99,24 @@ class PyWriter {
   const Writer& writer() const { return *writer_; }
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
-  void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets) {
+  void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets,
+            const PyFence* after, const std::string& way) {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
-    auto batch = std::make_shared<Batch>(pool, source,
-                                         std::vector<std::uint32_t>(sources.data(), sources.data() + sources.size()),
-                                         std::vector<std::uint32_t>(targets.data(), targets.data() + targets.size()));
-    act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+    const Way wished = way_named(way);
+    const std::shared_ptr<CudaFence> fence = after != nullptr ? after->fence : nullptr;
+    // In pieces: while the indices of one are copied here, the one before it is on its way. An empty list is a piece.
+    std::size_t first = 0;
+    do {
+      const std::size_t end = std::min(sources.size(), first + kPieceUnits);
+      using List = std::vector<std::uint32_t>;
+      auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
+                                           List(targets.data() + first, targets.data() + end), wished, fence,
+                                           end == sources.size());
+      act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+      first = end;
+    } while (first < sources.size());
   }
 
   void ring(const nb::bytes& message) {
@@ -93,6 +132,9 @@ class PyWriter {
   }
 
  private:
+  // As many as the longest slice of a copy.
+  static constexpr std::size_t kPieceUnits = 32768;
+
   void act(std::function<void(Writer&)> what) { link_->link->on_writer(writer_, std::move(what)); }
 
   const std::shared_ptr<PyLink> link_;

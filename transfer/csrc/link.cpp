@@ -37,6 +37,7 @@ Link::~Link() {
 Context& Link::context() { return reactor_.context(); }
 Stats& Link::stats() { return reactor_.stats(); }
 CopyCrew* Link::crew() { return reactor_.crew(); }
+CudaCopier* Link::gpu() { return reactor_.gpu(); }
 
 void Link::command(std::function<void(Link&)> act) {
   reactor_.post([self = shared_from_this(), act = std::move(act)] { act(*self); });
@@ -89,8 +90,9 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
     try {
       if (!key.empty()) {
         if (!link.endpoint_) throw UcxError("import_put", UCS_ERR_NOT_CONNECTED, "connect() comes first");
-        pool->key = std::make_unique<RemoteKey>(link.endpoint_->handle(), key);
+        pool->key = std::make_shared<RemoteKey>(link.endpoint_->handle(), key);
       }
+      if (auto older = link.pool(id)) pool->keep_ways_of(*older);
       link.pools_[id] = pool;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
@@ -159,6 +161,7 @@ unsigned Link::turn(Nanos now) {
   if (error_ != UCS_OK && !error_told_)
     break_off(error_, std::string("the endpoint failed: ") + ucs_status_string(error_));
   posted_ = 0;
+  held_ = false;
   run_writers();
   if (beats_ && !beats_->on_time(now)) drop_control();
   if (phase_ == Phase::ending || (phase_ == Phase::fenced && closing_)) step_end(now);
@@ -200,6 +203,21 @@ void Link::copy_done(const CopyJob& job) {
   --copies_out_;
   job.writer->copy_done(job);
   schedule(job.writer);
+}
+
+const GpuSlice& Link::gpu_copy(std::shared_ptr<Writer> writer, const std::shared_ptr<Batch>& batch) {
+  const GpuSlice& slice = gpu()->launch(std::move(writer), batch);
+  ++copies_out_;
+  ++posted_;
+  ++stats().gpu_slices;
+  stats().gpu_bytes += slice.nbytes;
+  return slice;
+}
+
+void Link::slice_done(const GpuSlice& slice) {
+  --copies_out_;
+  slice.writer->slice_done(slice);
+  schedule(slice.writer);
 }
 
 void Link::tell(EventKind kind, std::uint64_t key, int status, std::string payload) {

@@ -19,6 +19,7 @@
 #include "batch.h"
 #include "control.h"
 #include "copy.h"
+#include "cuda_copy.h"
 #include "endpoint.h"
 #include "events.h"
 #include "ordered.h"
@@ -46,7 +47,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void connect(std::string peer_address);
   std::vector<std::string> transports();
   std::string describe();
-  // `key` empty: by copying into pool->mapping.
+  // `key`: for puts, else empty.
   void import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key);
   void attach_control(int fd, Nanos interval);
   void set_beat(std::string payload);
@@ -67,6 +68,9 @@ class Link : public std::enable_shared_from_this<Link> {
   Nanos next_deadline() const;
   // Requests of ours are under way.
   bool busy() const { return phase_ == Phase::ending || busy_requests(); }
+  bool puts_out() const { return !window_.empty(); }
+  // A writer waits for the GPU, which wakes nobody.
+  bool holds() const { return held_; }
   bool closed() const { return phase_ == Phase::closed; }
   void begin_close();
 
@@ -78,9 +82,14 @@ class Link : public std::enable_shared_from_this<Link> {
   bool window_open() const { return window_.open(); }
   // A writer has more to do that nothing will wake us for: no sleep after this turn.
   void go_on() { ++posted_; }
+  void hold() { held_ = true; }
   void put(Writer& writer, const Batch& batch, const Run& run);
   void copy(std::shared_ptr<CopyJob> job);
   void copy_done(const CopyJob& job);
+  // Null without a CUDA device.
+  CudaCopier* gpu();
+  const GpuSlice& gpu_copy(std::shared_ptr<Writer> writer, const std::shared_ptr<Batch>& batch);
+  void slice_done(const GpuSlice& slice);
   void flush_for(std::shared_ptr<Writer> writer);
   void send_for(std::shared_ptr<Writer> writer, std::string message);
   void tell(EventKind kind, std::uint64_t key, int status, std::string payload);
@@ -139,6 +148,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::unordered_set<std::shared_ptr<Writer>> writers_;
   std::vector<std::shared_ptr<Writer>> scheduled_, running_;
   unsigned posted_ = 0;  // in this turn
+  bool held_ = false;    // likewise
   PutWindow window_;
   std::list<Operation> operations_;
   std::uint32_t copies_out_ = 0;

@@ -24,6 +24,7 @@ class Region {
   std::uint64_t address() const { return address_; }
   std::uint64_t nbytes() const { return nbytes_; }
   const std::string& memory() const { return memory_; }
+  bool is_host() const { return kind_ == UCS_MEMORY_TYPE_HOST; }
   ucs_memory_type_t kind() const { return kind_; }
   ucp_mem_h handle() const { return handle_; }
 

@@ -15,6 +15,7 @@
 #include "checksum.h"
 #include "handles.h"
 #include "interfaces.h"
+#include "module_cuda.h"
 #include "process.h"
 #include "status.h"
 #include "stream_copy.h"
@@ -59,6 +60,8 @@ nb::dict stats(PyReactor& self) {
   put("put_bytes", stats.put_bytes);
   put("copies", stats.copies);
   put("copied_bytes", stats.copied_bytes);
+  put("gpu_slices", stats.gpu_slices);
+  put("gpu_bytes", stats.gpu_bytes);
   return counts;
 }
 
@@ -75,10 +78,11 @@ nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(std::uint64_t 
   return {sums, {pages.size()}, owner};
 }
 
-PyReactor make_reactor(std::shared_ptr<Context> context, long spin_us, int copy_threads) {
+PyReactor make_reactor(std::shared_ptr<Context> context, long spin_us, int copy_threads, PyCudaDevice* cuda) {
   if (spin_us < 0 || copy_threads < 0 || copy_threads > 64)
     throw nb::value_error("spin_us must not be negative, copy_threads be 0 to 64");
-  auto reactor = std::make_shared<Reactor>(std::move(context), spin_us * kMicro, static_cast<unsigned>(copy_threads));
+  auto reactor = std::make_shared<Reactor>(std::move(context), spin_us * kMicro, static_cast<unsigned>(copy_threads),
+                                           cuda != nullptr ? cuda->device : nullptr);
   running().add(reactor);
   return {std::move(reactor)};
 }
@@ -108,6 +112,8 @@ NB_MODULE(_ucx, m) {
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }
   });
+
+  bind_cuda(m);
 
   m.attr("EVENT_MESSAGE") = static_cast<int>(EventKind::message);
   m.attr("EVENT_CONTROL") = static_cast<int>(EventKind::control);
@@ -151,10 +157,10 @@ NB_MODULE(_ucx, m) {
   nb::class_<PyReactor>(m, "Reactor")
       .def(
           "__init__",
-          [](PyReactor* self, std::shared_ptr<Context> context, long spin_us, int copy_threads) {
-            new (self) PyReactor(make_reactor(std::move(context), spin_us, copy_threads));
+          [](PyReactor* self, std::shared_ptr<Context> context, long spin_us, int copy_threads, PyCudaDevice* cuda) {
+            new (self) PyReactor(make_reactor(std::move(context), spin_us, copy_threads, cuda));
           },
-          "context"_a, nb::kw_only(), "spin_us"_a = 0, "copy_threads"_a = 1)
+          "context"_a, nb::kw_only(), "spin_us"_a = 0, "copy_threads"_a = 1, "cuda"_a.none() = nb::none())
       .def_prop_ro("event_fd", [](const PyReactor& self) { return self.reactor->events().fd(); })
       .def(
           "open_link",
@@ -185,6 +191,7 @@ NB_MODULE(_ucx, m) {
             if (key.size() == 0) throw nb::value_error("import_put: the key is empty");
             auto pool = make_pool(nbytes, unit_bytes);
             pool->base = base;
+            pool->last = Way::put;
             self.link->import_pool(id, std::move(pool), to_string(key));
           },
           "pool"_a, nb::kw_only(), "base"_a, "nbytes"_a, "unit_bytes"_a, "key"_a)
@@ -193,10 +200,25 @@ NB_MODULE(_ucx, m) {
           [](PyLink& self, std::uint32_t id, int fd, std::uint64_t offset, std::uint64_t nbytes,
              std::uint64_t unit_bytes) {
             auto pool = make_pool(nbytes, unit_bytes);
-            pool->mapping = std::make_unique<Mapping>(fd, offset, nbytes);
+            pool->mapping = std::make_shared<Mapping>(fd, offset, nbytes);
+            pool->last = Way::shm;
             self.link->import_pool(id, std::move(pool), {});
           },
           "pool"_a, nb::kw_only(), "fd"_a, "offset"_a, "nbytes"_a, "unit_bytes"_a, ReleaseGil())
+      .def(
+          "import_peer",
+          [](PyLink& self, std::uint32_t id, const nb::bytes& handle, std::uint64_t offset, std::uint64_t nbytes,
+             std::uint64_t unit_bytes) {
+            auto pool = make_pool(nbytes, unit_bytes);
+            std::string opened = to_string(handle);
+            nb::gil_scoped_release release;
+            const auto& cuda = self.reactor->cuda();
+            if (!cuda) throw std::invalid_argument("import_peer: the reactor was opened without a CUDA device");
+            pool->peer = std::make_shared<PeerMemory>(cuda, std::move(opened), offset, nbytes);
+            pool->kernel = cuda->kernels().copy != nullptr && unit_bytes % 16 == 0 && offset % 16 == 0;
+            self.link->import_pool(id, std::move(pool), {});
+          },
+          "pool"_a, nb::kw_only(), "handle"_a, "offset"_a, "nbytes"_a, "unit_bytes"_a)
       .def(
           "attach_control",
           [](PyLink& self, int fd, int interval_ms) {
@@ -235,7 +257,8 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("posted", [](const PyWriter& self) { return self.writer().posted(); })
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
-      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert())
+      .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert(),
+           nb::kw_only(), "after"_a.none() = nb::none(), "way"_a = "")
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "reactor.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <limits>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -25,6 +29,8 @@ constexpr std::uint64_t kWakeTag = 0;
 constexpr Nanos kLongestSleep = 100 * kMilli;
 // While requests are under way: not every transport wakes a sender whose peer has made room again.
 constexpr Nanos kBusySleep = kMilli;
+// Between two looks at a GPU that computes what is to be pushed, or at puts from its memory.
+constexpr Nanos kGpuNap = 20 * kMicro;
 // How often the control sockets are looked at while spinning.
 constexpr Nanos kLookEvery = 200 * kMicro;
 
@@ -38,8 +44,11 @@ void relax() {
 
 }  // namespace
 
-Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads)
-    : context_(std::move(context)), spin_(spin) {
+Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads, std::shared_ptr<CudaDevice> cuda)
+    : context_(std::move(context)),
+      spin_(spin),
+      cuda_(std::move(cuda)),
+      gpu_(cuda_ ? std::make_unique<CudaCopier>(cuda_) : nullptr) {
   epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
   wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{};
@@ -63,6 +72,9 @@ Reactor::~Reactor() {
 
 std::shared_ptr<Link> Reactor::open_link(std::uint32_t epoch, std::uint64_t cookie) {
   context_->require_open("open_link");
+  // UCX looks for the current context when it makes a worker.
+  std::optional<CudaScope> scope;
+  if (cuda_) scope.emplace(*cuda_);
   auto link = std::make_shared<Link>(*this, next_link_++, epoch, cookie);
   bool posted = post([this, link] {
     links_.emplace(link->id(), link);
@@ -108,9 +120,17 @@ bool Reactor::run_commands() {
 }
 
 void Reactor::run() {
+  if (cuda_) {
+    // Before the first call of UCX: without a current context it takes cuda_ipc for unreachable when it unpacks a key,
+    // and crashes when a worker is armed. It was current for a moment in the constructor, so this works.
+    (void)cuda_->driver().context_set(cuda_->context());
+    // The naps between two looks at the GPU are shorter than the slack that timers have by default.
+    prctl(PR_SET_TIMERSLACK, 1000UL);
+  }
   Nanos active = now_ns(), looked = active;
   while (true) {
     bool work = run_commands();
+    if (gpu_ && gpu_->poll([](GpuSlice slice) { slice.writer->link().slice_done(slice); }) > 0) work = true;
     Nanos now = now_ns();
     for (auto each = links_.begin(); each != links_.end();) {
       if (each->second->turn(now) > 0) work = true;
@@ -142,7 +162,33 @@ void Reactor::run() {
   }
 }
 
+// While work of the GPU is under way nothing sleeps for long, and no worker is armed.
+Nanos Reactor::gpu_nap(Nanos now) const {
+  Nanos most = gpu_ ? gpu_->nap(now) : std::numeric_limits<Nanos>::max();
+  if (!cuda_) return most;
+  for (const auto& [id, link] : links_)
+    if (link->holds() || link->puts_out()) most = std::min(most, kGpuNap);
+  return most;
+}
+
+bool Reactor::nap(Nanos length) {
+  if (length == 0) {
+    relax();
+    return false;
+  }
+  sleeping_ = true;
+  bool woken = false;
+  if (!pending_) {
+    pollfd fd{epoll_fd_, POLLIN, 0};
+    timespec time{0, length};
+    woken = ppoll(&fd, 1, &time, nullptr) > 0 && look_at_fds(0);
+  }
+  sleeping_ = false;
+  return woken;
+}
+
 bool Reactor::sleep(Nanos now) {
+  if (Nanos length = gpu_nap(now); length <= kGpuNap) return nap(length);
   bool woken = false;
   sleeping_ = true;
   bool armed = !pending_;

@@ -18,6 +18,7 @@
 
 #include "clock.h"
 #include "copy.h"
+#include "cuda_copy.h"
 #include "events.h"
 #include "stats.h"
 
@@ -31,7 +32,8 @@ class Reactor {
   using Command = std::function<void()>;
 
   // `copy_threads` 0: the progress thread copies for lane shm itself, a slice at a time.
-  Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads);
+  // `cuda`: for copies on that GPU, and UCX works in its context.
+  Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads, std::shared_ptr<CudaDevice> cuda);
   ~Reactor();
   Reactor(const Reactor&) = delete;
   Reactor& operator=(const Reactor&) = delete;
@@ -45,6 +47,7 @@ class Reactor {
   EventQueue& events() { return events_; }
   Stats& stats() { return stats_; }
   Context& context() { return *context_; }
+  const std::shared_ptr<CudaDevice>& cuda() const { return cuda_; }
   int epoll_fd() const { return epoll_fd_; }
   void watch_worker(int fd, std::uint32_t link);
   void forget_worker(int fd);
@@ -52,6 +55,7 @@ class Reactor {
 
   // The reactor's thread.
   CopyCrew* crew() { return crew_.get(); }
+  CudaCopier* gpu() { return gpu_.get(); }
 
  private:
   void run();
@@ -59,7 +63,9 @@ class Reactor {
   // Both: whether an event, and not the clock, was the reason to return.
   bool sleep(Nanos now);
   bool look_at_fds(int timeout_ms);
+  bool nap(Nanos length);
   int timeout_ms(Nanos now) const;
+  Nanos gpu_nap(Nanos now) const;
 
   const std::shared_ptr<Context> context_;
   const Nanos spin_;
@@ -78,6 +84,8 @@ class Reactor {
   std::map<std::uint32_t, std::shared_ptr<Link>> links_;
   bool ending_ = false;
   std::unique_ptr<CopyCrew> crew_;
+  const std::shared_ptr<CudaDevice> cuda_;
+  std::unique_ptr<CudaCopier> gpu_;
   std::mutex close_mutex_;
   std::thread thread_;
 };

@@ -34,18 +34,24 @@ void Writer::add(std::shared_ptr<Batch> batch) {
   if (stopping_ || refused_ != UCS_OK) return;
   auto pool = link_.pool(batch->pool_id);
   if (!pool) return fail(UCS_ERR_NO_ELEM, "pool " + std::to_string(batch->pool_id) + " was not imported");
-  progress_due_ = true;
+  // With more pieces to come there is no progress to tell.
+  progress_due_ = batch->ends_push;
   if (batch->empty()) return;
   std::uint32_t low = batch->sources[0], high = low;
   for (std::uint32_t unit : batch->sources) {
     low = std::min(low, unit);
     high = std::max(high, unit);
   }
-  const std::uint64_t size = pool->unit_bytes;
-  auto region = link_.context().find_region(batch->source + low * size, (std::uint64_t{high} - low + 1) * size);
+  const std::uint64_t first = batch->source + low * pool->unit_bytes;
+  const std::uint64_t span = (std::uint64_t{high} - low + 1) * pool->unit_bytes;
+  auto region = link_.context().find_region(first, span);
   if (!region) return fail(UCS_ERR_INVALID_ADDR, "source units are outside every registered region");
+  batch->way = pool->choose(batch->way);
+  if (batch->way == Way::best)
+    return fail(UCS_ERR_NO_ELEM, "pool " + std::to_string(batch->pool_id) + " was not imported for that way");
   if (std::string why = batch->bind(std::move(pool), std::move(region)); !why.empty())
     return fail(UCS_ERR_INVALID_ADDR, why);
+  if (std::string why = pinned_for(*batch, first, span); !why.empty()) return fail(UCS_ERR_INVALID_ADDR, why);
   batches_.push_back(std::move(batch));
 }
 
@@ -87,7 +93,14 @@ void Writer::post_some() {
   for (int i = 0; i < kPutsPerTurn && !batches_.empty(); ++i) {
     auto batch = batches_.front();
     if (!may_write()) return refuse_rest();
-    if (batch->pool->mapping) {
+    if (!may_start(*batch)) return;
+    if (batch->way == Way::kernel || batch->way == Way::engine) {
+      waits_ = i == 0 && !link_.gpu()->open();
+      if (!link_.gpu()->open()) return link_.hold();
+      if (post_slice(batch)) batches_.pop_front();
+      return;
+    }
+    if (batch->way == Way::shm) {
       if (post_copy(batch)) batches_.pop_front();
       link_.go_on();
       return;
@@ -104,6 +117,53 @@ void Writer::post_some() {
     link_.put(*this, *batch, run);
     if (refused_ != UCS_OK) return;
   }
+}
+
+std::string Writer::pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const {
+  if (batch.way == Way::put || batch.way == Way::shm || !batch.region->is_host()) return {};
+  if (link_.gpu()->device().pinned(address, nbytes)) return {};
+  return "the source is host memory that is not pinned, which the GPU cannot read";
+}
+
+bool Writer::may_start(Batch& batch) {
+  if (!batch.after) return true;
+  // Asked here instead of making the copy stream wait: a batch that waits for the GPU's computing can then still be
+  // stopped, meets its deadline (I3), and does not hold up another writer's copies.
+  try {
+    if (!batch.after->event.done()) {
+      link_.hold();
+      return false;
+    }
+  } catch (const CudaError& error) {
+    fail(UCS_ERR_IO_ERROR, std::string("what was to be pushed could not be computed: ") + error.what());
+    return false;
+  }
+  batch.after.reset();
+  return true;
+}
+
+bool Writer::post_slice(const std::shared_ptr<Batch>& batch) {
+  try {
+    const GpuSlice& slice = link_.gpu_copy(shared_from_this(), batch);
+    posted_ += slice.units;
+    ++copies_out_;
+  } catch (const CudaError& error) {
+    if (unproven_ == UCS_OK) unproven_ = UCS_ERR_IO_ERROR;
+    fail(UCS_ERR_IO_ERROR, std::string("a copy on the GPU could not be started: ") + error.what());
+    return false;
+  }
+  return batch->empty();
+}
+
+void Writer::slice_done(const GpuSlice& slice) {
+  --copies_out_;
+  if (slice.error.empty()) {
+    done_ += slice.units;
+    return;
+  }
+  failed_ += slice.units;
+  if (unproven_ == UCS_OK) unproven_ = UCS_ERR_IO_ERROR;
+  fail(UCS_ERR_IO_ERROR, "a copy on the GPU failed: " + slice.error);
 }
 
 bool Writer::post_copy(const std::shared_ptr<Batch>& batch) {

@@ -19,6 +19,7 @@
 #include "batch.h"
 #include "clock.h"
 #include "copy.h"
+#include "cuda_copy.h"
 
 namespace kvrail {
 
@@ -53,6 +54,7 @@ class Writer : public std::enable_shared_from_this<Writer> {
   void link_lost(ucs_status_t status, const std::string& reason);
   void put_done(std::uint32_t units, ucs_status_t status);
   void copy_done(const CopyJob& job);
+  void slice_done(const GpuSlice& slice);
   void flush_done(ucs_status_t status);
   void send_done(ucs_status_t status);
   bool idle() const { return puts_out_ == 0 && copies_out_ == 0 && !flushing_ && !sending_; }
@@ -64,6 +66,9 @@ class Writer : public std::enable_shared_from_this<Writer> {
 
  private:
   void post_some();
+  bool may_start(Batch& batch);
+  bool post_slice(const std::shared_ptr<Batch>& batch);
+  std::string pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const;
   bool post_copy(const std::shared_ptr<Batch>& batch);
   void fail(ucs_status_t status, const std::string& reason);
   void refuse_rest();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's transfer layer in a process of its own, driven by JSON lines: what tests/process/test_links.py starts.
+"""One rank's transfer layer in a process of its own, driven by JSON lines: what kit.link_ranks starts.
 
 argv[1] is the configuration (see Peer). Commands come on stdin, events and answers go to stdout, each as one line.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from kvrail.transfer.cuda import open_device
+from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey, LinkOptions, LinkUp, PeerAddress, PeerBeat, Received
 from kvrail.transfer.links import Links
@@ -32,9 +34,17 @@ class Peer:
         self.options = LinkOptions(**options)
         self.layout = PageLayout(**config["layout"])
         overrides = config.get("ucx", {})
-        self.context = open_context(self.options.put_transport, self.options.kv_host, overrides=overrides)
-        self.reactor = open_reactor(self.context, spin_us=0, copy_threads=1)
-        self.pools = Pools.allocate(self.context, pages=config["pages"], page_bytes=self.layout.page_bytes)
+        self.cuda = None if config["cuda"] is None else open_device(config["cuda"], None)
+        on_gpu = self.cuda is not None
+        self.context = open_context(
+            self.options.put_transport, self.options.kv_host, overrides=overrides, cuda=on_gpu
+        )
+        self.reactor = open_reactor(self.context, spin_us=0, copy_threads=1, cuda=self.cuda)
+        pages, page_bytes = config["pages"], self.layout.page_bytes
+        # Pinned: host pages that the GPU of this rank copies (a rank on a CPU with --lane peer).
+        pin = self.cuda if config["pinned"] else None
+        on_device = self.cuda if not config["pinned"] else None
+        self.pools = Pools.allocate(self.context, pages=pages, page_bytes=page_bytes, cuda=on_device, pin=pin)
         self.key = LinkKey(os.urandom(16), config["rank"])
         self.links = Links(
             reactor=self.reactor,
@@ -44,13 +54,12 @@ class Peer:
             pools=self.pools,
             options=self.options,
             accept=config["accept"],
+            gpu=gpu_of(self.cuda, config["mps"]),
         )
         self.steps = 0
         self.moving = True
         self.peers: set[LinkKey] = set()
         self.writers: list[Any] = []
-        assert self.pools.pages.buffer is not None
-        self.pages = np.frombuffer(self.pools.pages.buffer, np.uint8).reshape(config["pages"], -1)
 
     def turn(self) -> None:
         """One turn of a step loop."""
@@ -69,6 +78,8 @@ class Peer:
                     fence=lane.fence,
                     reason=lane.reason,
                     same_host=lane.same_host,
+                    transport=lane.transport,
+                    slow=lane.slow,
                     probes=lane.probes,
                 )
             elif isinstance(event, Received):
@@ -85,6 +96,7 @@ class Peer:
 
     def do(self, command: dict[str, Any]) -> object:
         key = LinkKey(bytes.fromhex(command["key"][0]), command["key"][1]) if "key" in command else None
+        size = self.layout.page_bytes
         match command["do"]:
             case "address":
                 address = self.links.address
@@ -99,15 +111,17 @@ class Peer:
             case "send":
                 self.links.send(key, Cancel(ticket=b"t", epoch=command["epoch"], reason="hello"))
             case "fill":
-                self.pages[command["page"]] = command["value"]
+                self.pools.pages.write(command["page"] * size, bytes([command["value"]]) * size)
             case "look":
-                return [sorted(set(self.pages[page].tolist())) for page in command["pages"]]
+                return [sorted(set(self.pools.pages.read(page * size, size))) for page in command["pages"]]
             case "push":
                 writer = self.links.writer(key, command["writer"], 10.0)
                 source = np.array(command["source"], dtype=np.uint32)
                 target = np.array(command["target"], dtype=np.uint32)
                 for _ in range(command.get("times", 1)):
-                    writer.push(PAGE_POOL, self.pools.pages.address, source, target)
+                    writer.push(
+                        PAGE_POOL, self.pools.pages.address, source, target, way=command.get("way", "")
+                    )
                 bell = Doorbell(ticket=b"t", epoch=command["epoch"], status="landed")
                 from kvrail.transfer.wire import encode
 
@@ -128,12 +142,17 @@ class Peer:
     def close(self) -> bool:
         self.writers.clear()
         unmappable = self.links.close()
-        self.pages = np.zeros(0, np.uint8)
         if unmappable:
             self.pools.close()
             self.reactor.close()
             self.context.close()
+        else:
+            self.pools.leave_open()
         return unmappable
+
+
+def gpu_of(cuda: Any, mps: str) -> Gpu | None:
+    return None if cuda is None else Gpu(uuid=cuda.uuid, name=cuda.name, mps=mps)
 
 
 def text(key: LinkKey) -> list[object]:

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "module_cuda.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "handles.h"
+
+using namespace nanobind::literals;
+
+namespace kvrail {
+namespace {
+
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>> checksum_pages(PyCudaDevice& self, std::uint64_t base,
+                                                                  std::uint64_t page_bytes, const Indices& pages,
+                                                                  const PyFence* after) {
+  if (page_bytes == 0 || page_bytes % 16 != 0 || base % 16 != 0)
+    throw nb::value_error("checksum_pages: page_bytes and base must be multiples of 16");
+  auto* sums = new std::uint64_t[pages.size()];
+  nb::capsule owner(sums, [](void* data) noexcept { delete[] static_cast<std::uint64_t*>(data); });
+  {
+    nb::gil_scoped_release release;
+    self.sums().sum(base, page_bytes, pages.data(), pages.size(), after != nullptr ? after->fence.get() : nullptr,
+                    sums);
+  }
+  return {sums, {pages.size()}, owner};
+}
+
+nb::bytes read(const DeviceMemory& self, std::uint64_t offset, std::uint64_t nbytes) {
+  if (offset > self.nbytes() || nbytes > self.nbytes() - offset) throw nb::value_error("outside the GPU memory");
+  std::string bytes(nbytes, '\0');
+  {
+    nb::gil_scoped_release release;
+    self.read(offset, bytes.data(), nbytes);
+  }
+  return to_bytes(bytes);
+}
+
+void write(DeviceMemory& self, std::uint64_t offset, const nb::bytes& content) {
+  const char* data = content.c_str();
+  const std::size_t nbytes = content.size();
+  nb::gil_scoped_release release;
+  self.write(offset, data, nbytes);
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& m) {
+  // The module lives as long as the interpreter, and so does this reference.
+  static PyObject* cuda_error =
+      nb::object(nb::module_::import_("kvrail.transfer.errors").attr("CudaFailed")).release().ptr();
+  m.attr("CudaError") = nb::handle(cuda_error);
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const CudaError& error) {
+      nb::object args = nb::make_tuple(error.call, error.status, error.text);
+      PyErr_SetObject(cuda_error, args.ptr());
+    }
+  });
+
+  nb::class_<PyFence>(m, "CudaFence")
+      .def("done", [](const PyFence& self) { return self.fence->event.done(); })
+      .def("wait", [](const PyFence& self) { self.fence->event.wait(); }, ReleaseGil());
+
+  nb::class_<DeviceMemory>(m, "DeviceMemory")
+      .def_prop_ro("address", &DeviceMemory::address)
+      .def_prop_ro("nbytes", &DeviceMemory::nbytes)
+      .def("ipc_handle", [](const DeviceMemory& self) { return to_bytes(self.ipc_handle()); })
+      .def("read", &read, "offset"_a, "nbytes"_a)
+      .def("write", &write, "offset"_a, "content"_a)
+      .def("close", &DeviceMemory::close, ReleaseGil())
+      .def("leave_open", &DeviceMemory::leave_open);
+
+  nb::class_<PinnedMemory>(m, "PinnedMemory")
+      .def_prop_ro("address", &PinnedMemory::address)
+      .def_prop_ro("nbytes", &PinnedMemory::nbytes)
+      .def("close", &PinnedMemory::close, ReleaseGil());
+
+  nb::class_<PyCudaDevice>(m, "CudaDevice")
+      .def(nb::init<int>(), "ordinal"_a, ReleaseGil())
+      .def_prop_ro("ordinal", [](const PyCudaDevice& self) { return self.device->ordinal(); })
+      .def_prop_ro("uuid", [](const PyCudaDevice& self) { return to_bytes(self.device->uuid()); })
+      .def_prop_ro("name", [](const PyCudaDevice& self) { return self.device->name(); })
+      .def_prop_ro("multiprocessors", [](const PyCudaDevice& self) { return self.device->multiprocessors(); })
+      .def_prop_ro("shared_by_mps", [](const PyCudaDevice& self) { return self.device->shared_by_mps(); })
+      .def(
+          "flush_remote_writes", [](const PyCudaDevice& self) { self.device->flush_remote_writes(); }, ReleaseGil())
+      .def("make_current", [](const PyCudaDevice& self) { self.device->make_current(); })
+      .def(
+          "allocate",
+          [](PyCudaDevice& self, std::uint64_t nbytes) {
+            if (nbytes == 0) throw std::invalid_argument("allocate: an empty range");
+            return std::make_shared<DeviceMemory>(self.device, nbytes);
+          },
+          "nbytes"_a, ReleaseGil())
+      .def(
+          "pin",
+          [](PyCudaDevice& self, std::uint64_t address, std::uint64_t nbytes) {
+            if (address == 0 || nbytes == 0) throw std::invalid_argument("pin: an empty range");
+            return std::make_shared<PinnedMemory>(self.device, address, nbytes);
+          },
+          "address"_a, "nbytes"_a, ReleaseGil())
+      .def(
+          "record",
+          [](PyCudaDevice& self, std::uint64_t stream) {
+            return PyFence{self.device->record(reinterpret_cast<CuStream>(stream))};
+          },
+          "stream"_a)
+      .def(
+          "load_kernels",
+          [](PyCudaDevice& self, const nb::bytes& cubin) {
+            std::string code = to_string(cubin);
+            nb::gil_scoped_release release;
+            self.device->load_kernels(code);
+          },
+          "cubin"_a)
+      .def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a.noconvert(),
+           "after"_a.none() = nb::none());
+}
+
+}  // namespace kvrail
