@@ -116,8 +116,9 @@ class Prefilling:
             self._sender.abort(now, message.request_id, message.reason)
 
     def _take(self, now: float, message: Prefill) -> None:
-        if message.request_id in self._calls:
-            # Also one that was aborted, until its writer is quiet: the engine knows it by this id.
+        if message.request_id in self._calls or self.engine.sequence(message.request_id) is not None:
+            # Also one that was aborted, until its writer is quiet, and one whose link broke, until nothing of it is
+            # written any more: the engine knows it by this id.
             self._refuse(message, 409, "a prefill of this request is running already")
             return
         try:

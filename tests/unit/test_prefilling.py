@@ -10,11 +10,20 @@ import pytest
 import zmq
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
-from kvrail.runtime.messages import Prefill, PrefillDone, Sampling
+from kvrail.runtime.messages import Accepted, Prefill, PrefillDone, Sampling
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.rank import Front, Loop
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.link_events import LaneInfo, LinkKey, LinkUp, PeerBeat, Probe, Received
+from kvrail.transfer.link_events import (
+    LaneInfo,
+    LinkDown,
+    LinkKey,
+    LinkUp,
+    PeerBeat,
+    Probe,
+    Proven,
+    Received,
+)
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
 
@@ -58,7 +67,8 @@ class Bench:
             stream=7,
             add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
-            sequence=lambda request: SequenceState([0, 1], 32, 0),
+            release=self.added.remove,
+            sequence=lambda request: SequenceState([0, 1], 32, 0) if request in self.added else None,
         )
         links: Any = SimpleNamespace(
             send=lambda key, message: None,
@@ -174,6 +184,23 @@ def test_a_request_id_that_the_engine_still_knows_is_refused() -> None:
     assert (end.ok, end.status, bench.added) == (False, 409, ["r"])
     done(1, bench)
     assert bench.writers[0].rung
+
+
+def test_so_is_one_whose_pages_are_kept_behind_a_broken_link() -> None:
+    """Its call is over, but a doorbell may be under way: until that is proven, nothing else may take its id."""
+    bench = Bench()
+    bench.start()
+    done(1, bench)
+    bench.role.on_link(2, LinkDown(CE, 1, "broken"))
+    bench.role.on_link(2, LinkUp(CE, 2, TCP))
+    bench.sent.clear()
+    bench.call("r", ticket=b"u" * 16)
+    (end,) = [message for message in bench.sent if isinstance(message, PrefillDone)]
+    assert (end.ok, end.status, bench.added) == (False, 409, ["r"])
+    bench.role.on_link(3, Proven(CE, 1, "worker"))
+    assert bench.added == []
+    bench.call("r", ticket=b"v" * 16)
+    assert isinstance(bench.sent[-1], Accepted)
 
 
 def test_each_step_s_pushes_wait_for_what_that_step_has_queued() -> None:
