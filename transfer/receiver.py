@@ -169,8 +169,8 @@ class Receiver:
 
         `keys` name the prompt's full pages: those that the pool has already are not asked for. They are pinned for
         the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
-        Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or what
-        it holds unproven leaves too little of its share.
+        Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or its
+        share is too small, be it for want of what it holds unproven.
         """
         known = self._links.get(link)
         if known is None or known.state != "up":
@@ -297,6 +297,9 @@ class Receiver:
     def _reserve(self, known: PeerLink, owner: str, count: int) -> tuple[list[int], int]:
         """`count` pages and a state slot for `owner`, within the link's share; raises as `grant` does."""
         share = int(self._share * self._pool.pages)
+        if count > share:
+            # What was cached of the prompt when it was admitted may have been evicted since.
+            raise LinkLost(f"{count} pages asked for, the link may hold {share}")
         if known.unproven + count > share:
             # Waiting does not help: these pages come back with the end of the peer, if ever.
             raise LinkLost(f"{known.unproven} of the link's {share} pages are in quarantine, unproven")

@@ -355,6 +355,14 @@ def test_nobody_waits_for_a_share_that_is_in_quarantine_for_good() -> None:
     bench.grant(12)
 
 
+def test_nobody_waits_for_more_than_a_link_may_ever_hold() -> None:
+    """Cached pages that made a prompt small enough for a ticket can be evicted before it gets one."""
+    bench = Bench()
+    with pytest.raises(LinkLost, match="21 pages asked for, the link may hold 20"):
+        bench.ledger.grant(0, "r", PE, 4 * 21)
+    assert bench.pool.owners() == []
+
+
 def test_the_pe_may_give_up_by_itself() -> None:
     bench = Bench()
     proven, unproven = bench.grant(), bench.grant()
