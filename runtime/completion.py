@@ -259,7 +259,7 @@ class Completion:
 
     def _prefill_here(self, request: Request, hand_off: HandOff | None) -> None:
         """Let the engine prefill: from the start, or behind a first token that is out already."""
-        request.phase, request.route = "decoding", "local"
+        request.phase, request.route, request.cached_tokens = "decoding", "local", 0
         sampling = request.submit.sampling
         try:
             if hand_off is None:

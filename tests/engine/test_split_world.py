@@ -125,3 +125,25 @@ def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, g
         "lost",
     ):
         assert counters[happened] > 0, happened
+
+
+def test_what_is_computed_here_after_all_was_in_no_cache_elsewhere(models, prompt, greedy) -> None:
+    """The first token came, with a hit of the prefill engine; then its link broke, and with it went that hit."""
+    ce, pe = models.rig(pages=40, max_num_seqs=6), models.rig(pages=30, host_pages=20)
+    world = SplitWorld(ce, pe, np.random.default_rng(0))
+    one = prompt(70)
+    pe.generate([one], greedy(2))
+    world.submit("r", one, greedy(5), peer=tuple(PE))
+    world.completion.tick(0)
+    world.call()
+    world.hear_pe()
+    while world.step(pe, world.prefilling):
+        pass
+    world.hear_ce()
+    world.completion.tick(0)
+    assert (world.cached["r"], world.routes["r"]) == (64, "remote")
+    world.break_link()
+    world.settle()
+    assert (world.cached["r"], world.routes["r"]) == (0, "local")
+    assert world.tokens["r"][0] == models.expected(one, 5)
+    world.assert_idle()
