@@ -36,6 +36,7 @@ class CudaRig(Rig):
         self.pool = PagePool(pages if layout.layers else 0, slots)
         self.memory = _poison(self.pool.pages * layout.page_bytes)
         self.state = _poison(slots * layout.state_bytes)
+        self.host = None
         self.engine = EmbeddedEngine(
             model, self.pool, self.memory, state_memory=self.state if slots else None, **options
         )
