@@ -94,10 +94,12 @@ def main() -> None:
     found = []
     for number in range(torch.cuda.device_count()):
         # Its kernels are compiled here, so that the engines find them.
-        name = open_device(number, cache_dir()).name
+        device = open_device(number, cache_dir())
+        if device.shared_by_mps:
+            sys.exit(f"{device.name} is shared through MPS, which no lane between GPUs allows")
         found.append(
             GpuFound(
-                name,
+                device.name,
                 torch.cuda.mem_get_info(number)[0],
                 number == 0 or torch.cuda.can_device_access_peer(0, number),
             )
