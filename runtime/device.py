@@ -69,7 +69,10 @@ class Compute:
 
 
 def open_device(name: str) -> torch.device:
-    """The device called `name` ("cpu", "cuda", "cuda:N"). Raises ConfigError when it is not there."""
+    """The device called `name` ("cpu", "cuda", "cuda:N"), as the process's current one.
+
+    Raises ConfigError when it is not there.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -85,6 +88,9 @@ def open_device(name: str) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    # Events, pinned memory and compiled kernels belong to the current device, whatever device their tensors lie on: an
+    # event first recorded on GPU 0 is refused by a stream of GPU 1, and pinning makes a context on GPU 0.
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

@@ -13,6 +13,7 @@ from kvrail.runtime.host_cache import EngineMemory, HostPrefixCache, States
 from kvrail.runtime.host_cache_index import HostCacheIndex
 from kvrail.runtime.page_copier import ThreadCopier
 from kvrail.transfer.chunked_pool import ChunkedPool
+from kvrail.transfer.errors import CudaFailed
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.memory import OutOfMemory, Pools
 from kvrail.transfer.pages import PagePool
@@ -36,22 +37,18 @@ def build_host_cache(
     pools: Pools,
     pool: PagePool,
     memory: contextlib.ExitStack,
+    pin: _ucx.CudaDevice | None = None,
 ) -> HostPrefixCache | None:
     """The cache of one rank, or None when its size is 0. Its memory is closed with `memory`.
 
-    Raises ConfigError, saying what to do, when the host cannot give that much.
+    `pin`: the GPU that copies pages out of host memory (lane peer of a CPU rank): it pushes hits from here, and
+    refuses to read what is not pinned. Raises ConfigError, saying what to do, when the host cannot give that much.
     """
     gib = config.resolved_hicache_size_gb
     if not gib:
         return None
-    if pools.pages.memory != "host":
-        if config.hicache_size_gb is None:
-            return None
-        raise ConfigError(
-            "--hicache-size-gb: pages in GPU memory cannot be kept in a host cache in this version"
-        )
     pages, state_slots = _sizes(config, layout, int(gib * _GIB))
-    slots = _chunks(context, pages, layout.page_bytes, "host cache", memory) if layout.layers else None
+    slots = _chunks(context, pages, layout.page_bytes, "host cache", memory, pin) if layout.layers else None
     states = None
     if state_slots:
         assert pools.state is not None
@@ -92,11 +89,18 @@ def _sizes(config: LaunchConfig, layout: PageLayout, nbytes: int) -> tuple[int, 
 
 
 def _chunks(
-    context: _ucx.Context, units: int, unit_bytes: int, name: str, memory: contextlib.ExitStack
+    context: _ucx.Context,
+    units: int,
+    unit_bytes: int,
+    name: str,
+    memory: contextlib.ExitStack,
+    pin: _ucx.CudaDevice | None = None,
 ) -> ChunkedPool:
     try:
-        pool = ChunkedPool(context, units=units, unit_bytes=unit_bytes, name=name, progress=_log_progress)
-    except OutOfMemory as error:
+        pool = ChunkedPool(
+            context, units=units, unit_bytes=unit_bytes, name=name, progress=_log_progress, pin=pin
+        )
+    except (OutOfMemory, CudaFailed) as error:
         raise ConfigError(f"{error}: give less --hicache-size-gb (0: no host cache)") from error
     memory.callback(pool.close)
     return pool

@@ -33,7 +33,10 @@ class Span(NamedTuple):
 
 
 class ChunkedPool:
-    """`units` units of `unit_bytes` bytes each, zero-filled and registered with UCX."""
+    """`units` units of `unit_bytes` bytes each, zero-filled and registered with UCX.
+
+    With `pin` they are page-locked, so that GPUs can copy from them and to them.
+    """
 
     def __init__(
         self,
@@ -44,8 +47,9 @@ class ChunkedPool:
         name: str,
         progress: Callable[[float], None] | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
+        pin: _ucx.CudaDevice | None = None,
     ) -> None:
-        """`progress` hears the share that is done. Raises OutOfMemory, with nothing kept."""
+        """`progress` hears the share that is done. Raises OutOfMemory or (pinning) CudaFailed, with nothing kept."""
         self.units = units
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
@@ -60,7 +64,8 @@ class ChunkedPool:
         try:
             for first in range(0, units, self._per_chunk):
                 count = min(self._per_chunk, units - first)
-                self._chunks.append(HostPool(context, units=count, unit_bytes=unit_bytes, name=name))
+                chunk = HostPool(context, units=count, unit_bytes=unit_bytes, name=name, pin=pin)
+                self._chunks.append(chunk)
                 if progress is not None:
                     progress((first + count) / units)
         except BaseException:

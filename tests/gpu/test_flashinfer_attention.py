@@ -188,8 +188,8 @@ def loaded(attention, tmp_path_factory: pytest.TempPathFactory) -> Any:
     checkpoint = open_checkpoint(str(folder))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def load(dtype: str, page_tokens: int) -> tuple[PagedModel, Any]:
-        model = PagedModel.load(checkpoint, dtype, page_tokens, device="cuda", attention="flashinfer")
+    def load(dtype: str, page_tokens: int, device: str = "cuda:0") -> tuple[PagedModel, Any]:
+        model = PagedModel.load(checkpoint, dtype, page_tokens, device=device, attention="flashinfer")
         assert "FlashInfer" in model.arithmetic
         return model, reference
 
@@ -232,6 +232,27 @@ def test_engine_decodes_the_likeliest_tokens(loaded, dtype, page_tokens, pages, 
                 logits = reference(text).logits[0, len(one) - 1 : -1]
             gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
             assert float(gaps.max()) <= (0.3 if dtype == "bfloat16" else 0.1) * float(logits.std())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_first(loaded) -> None:
+    """An engine on the last GPU decodes as one on the first does."""
+    answers = []
+    try:
+        for device in ("cuda:0", f"cuda:{torch.cuda.device_count() - 1}"):
+            model, _ = loaded("bfloat16", 16, device)
+            assert model.device == torch.device(device)
+            memory = torch.full((100 * model.layout.page_bytes,), 255, dtype=torch.uint8, device=model.device)
+            engine = EmbeddedEngine(model, PagePool(100), memory, max_num_batched_tokens=64)
+            engine.add("r", np.arange(3, 203, dtype=np.uint32), greedy(8))
+            found: list[int] = []
+            while engine.has_work:
+                found += [output.token for output in engine.step() if output.token is not None]
+            answers.append(found)
+    finally:
+        torch.cuda.set_device(0)
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
 
 
 def test_steps_are_queued_one_ahead(loaded) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-_DEMO = [sys.executable, "-P", "-m", "kvrail.frontend.demo"]
+# On the CPU, whatever this machine has.
+_DEMO = [sys.executable, "-P", "-m", "kvrail.frontend.demo", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ demo.Role = Local
 typer.run(demo.main)
 """
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        [sys.executable, "-P", "-c", code, "--device", "cpu"],
         env=environment,
         capture_output=True,
         text=True,

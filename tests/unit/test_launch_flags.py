@@ -52,6 +52,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda:"}, "--device cuda:: must be cpu, cuda or cuda:N"),
     ({"device": "cuda:-1"}, "--device cuda:-1: must be cpu, cuda or cuda:N"),
     ({"device": "cuda", "lane": "shm"}, "--lane shm is for host memory, not for --device cuda"),
+    (
+        {"role": "pe", "device": "cuda", "hicache_size_gb": 1.0},
+        "--hicache-size-gb is for --device cpu: pages on cuda cannot be kept in host memory yet",
+    ),
     ({"device": "cuda", "put_transport": "tcp"}, "--put-transport tcp is for host memory"),
     ({"lane": "peer"}, "--lane peer on a ce needs its pages in GPU memory: give --device cuda"),
     ({"require_lane": "put/cma", "put_transport": "tcp"}, "cannot hold with --put-transport tcp"),
@@ -81,6 +85,15 @@ def test_lanes_of_gpus_that_may_be_required(lane: str) -> None:
 
 def test_a_cpu_pe_may_ask_for_the_kernel() -> None:
     assert LaunchConfig(role="pe", model="m", lane="peer").device_of(0) is None
+
+
+def test_only_a_pe_on_a_cpu_has_a_host_cache_unless_told() -> None:
+    assert LaunchConfig(role="pe", model="m").resolved_hicache_size_gb == 1.0
+    assert LaunchConfig(role="pe", model="m", device="cuda").resolved_hicache_size_gb == 0.0
+    assert (
+        LaunchConfig(role="pe", model="m", device="cuda", hicache_size_gb=0.0).resolved_hicache_size_gb == 0.0
+    )
+    assert LaunchConfig(role="single", model="m", hicache_size_gb=2.0).resolved_hicache_size_gb == 2.0
 
 
 def test_ranks_spread_over_the_gpus_from_the_named_one_on() -> None:
