@@ -6,6 +6,7 @@ Every name and its meaning: doc/metrics.md.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ __all__ = ["FrontMetrics", "RankCollector"]
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_APIS = ("chat", "completions", "responses")
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -94,6 +96,11 @@ class FrontMetrics:
         self.cancel_calls = Counter(
             "kvrail_cancel_calls", "calls of /cancel, made by a ce or taken by a pe", registry=r
         )
+        # From the start, those that a healthy role counts: whoever takes differences would miss the first of each.
+        for labels in itertools.product(_APIS, ("remote", "local"), ("stop", "length")):
+            self.requests.labels(*labels)
+        for outcome in ("accepted", "refused", "unreachable"):
+            self.prefill_calls.labels(outcome)
 
 
 class RankCollector(Collector):

@@ -15,6 +15,28 @@ from kvrail.runtime.errors import BadRequest
 __all__ = ["ResponsesRequest"]
 
 
+# Chat has them under the same names; it checks them, too.
+_AS_IN_CHAT = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prefix_cache",
+    "cache_salt",
+    "stream",
+    "chat_template_kwargs",
+    "user",
+)
+
+
 def _only(*allowed: Any) -> AfterValidator:
     """For what needs a state that this server does not keep, or is not implemented."""
 
@@ -56,6 +78,16 @@ class ResponsesRequest(Shape):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    prefix_cache: bool | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     tools: list[_Tool] | None = None
@@ -85,7 +117,7 @@ class ResponsesRequest(Shape):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "tool_choice": self._tool_choice(),
         }
-        for name in ("temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs", "user"):
+        for name in _AS_IN_CHAT:
             chat[name] = getattr(self, name)
         if self.tools:
             chat["tools"] = [

@@ -50,6 +50,8 @@ def status_routes(
     async def lanes() -> Response:
         return json_response(_lanes(config, ranks, peers))
 
+    # Load generators ask so whether there is anything to scrape.
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics")
     async def exposition() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -54,6 +54,9 @@ class RequestMetrics:
             registry=registry,
         )
         self._model = model
+        for reason in ("stop", "length"):
+            # From the start: of a counter that first shows itself as 1, differences miss that 1.
+            self.success.labels(model, reason)
 
     def succeeded(self, reason: str) -> None:
         """An answer has ended well."""

@@ -98,6 +98,7 @@ class Completion:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._stalled_since = 0.0
+        self._fallen: list[tuple[Request, Lost]] = []
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
 
@@ -167,6 +168,10 @@ class Completion:
         """Timers, grants that found no room before, effects, and this turn's outputs in one message."""
         self._receiver.reap(now)
         self._carry_out(now)
+        fallen, self._fallen = self._fallen, []
+        for request, lost in fallen:
+            if self._requests.get(request.id) is request:
+                self._lost(request, lost.reason, lost.hand_off)
         self._grant_waiting(now)
         self._carry_out(now)
         self._refuse_stalled(now)
@@ -192,9 +197,8 @@ class Completion:
         if message.peer is None:
             self._prefill_here(request, None)
         elif lacking > self._largest_ticket:
-            reason = (
-                f"its {lacking} pages are more than one link may hold ({self._largest_ticket}: --link-share)"
-            )
+            most = f"{self._largest_ticket}: --link-share"
+            reason = f"its {lacking} pages are more than one link may hold ({most})"
             if message.fallback:
                 self._lost(request, reason, None)
             else:  # Trying again would help nobody.
@@ -247,10 +251,8 @@ class Completion:
 
     def _refuse_stalled(self, now: float) -> None:
         """Pages in quarantine may never come back: after a while, refuse one of those who wait for them."""
-        waiting = (
-            [] if self.engine.has_work else [r for r in self._requests.values() if r.phase == "decoding"]
-        )
-        if not waiting:
+        waiting = [r for r in self._requests.values() if r.phase == "decoding"]
+        if self.engine.has_work or not waiting:
             self._stalled_since = now
         elif now - self._stalled_since > _ROOM_WITHIN_S:
             self.engine.abort(waiting[0].id)
@@ -310,9 +312,10 @@ class Completion:
                     self._first_token(now, request, hand_off)
             case Landed():
                 self._landed(now, effect)
-            case Lost(request_id, ticket, reason, hand_off):
+            case Lost(request_id, ticket):
+                # After a long step the links are heard before the front, which may have cancelled this very request.
                 if request := self._by_ticket(request_id, ticket):
-                    self._lost(request, reason, hand_off)
+                    self._fallen.append((request, effect))
             case _:
                 raise AssertionError(f"no links, yet {effect}")
 
@@ -321,10 +324,8 @@ class Completion:
         return request if request is not None and request.ticket == ticket else None
 
     def _first_token(self, now: float, request: Request, hand_off: HandOff) -> None:
-        fault = fault_of_hand_off(
-            hand_off, request.submit.sampling, len(request.tokens), self.engine.vocab_size
-        )
-        if fault:
+        sampling, vocabulary = request.submit.sampling, self.engine.vocab_size
+        if fault := fault_of_hand_off(hand_off, sampling, len(request.tokens), vocabulary):
             # A peer of another version, or a broken one: its KV is not to be trusted either.
             self._counters["bad_hand_offs"] += 1
             self._receiver.cancel(now, request.ticket, fault)
@@ -346,8 +347,7 @@ class Completion:
         if request.link in self._written_by_card and self._pools.cuda is not None:
             # Before anything on the GPU reads them.
             self._pools.cuda.flush_remote_writes()
-        fault = damage_of(landed, self._pools, self._counters)
-        if fault:
+        if fault := damage_of(landed, self._pools, self._counters):
             _log.error("request %s: %s", request.id, fault)
             self._counters["checksum_mismatches"] += 1
             self._pool.release(landed.owner)

@@ -315,6 +315,7 @@ def test_before_the_model_is_loaded(stand: Any) -> None:
     assert at.client.get("/health").status_code == 200
     assert at.client.head("/health").status_code == 200
     assert at.client.head("/ready").status_code == 503
+    assert at.client.head("/metrics").status_code == 200
     ready = at.client.get("/ready")
     assert (ready.status_code, ready.json()["reasons"]) == (503, ["rank 0: its process is starting"])
     at.rank.send(at.rank.ready)

@@ -13,7 +13,7 @@ import pytest
 
 from kit.answering import CALL, TEMPLATE, WEATHER, prompts, says
 from kit.fake_rank import output
-from kvrail.runtime.messages import Failed, Submit
+from kvrail.runtime.messages import CacheUse, Failed, Submit
 
 TOOL: Any = {"type": "function", **WEATHER["function"]}
 
@@ -44,6 +44,30 @@ def test_text(client: Any) -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert prompts(at) == ["[system]Be kind.[user]And now?[assistant]<think></think>\n"]
     assert at.rank.wait_for(Submit)[0].sampling.max_tokens == 50
+
+
+def test_sampling_as_clients_of_vllm_say_it(client: Any) -> None:
+    asks, at = client(says("It is sunny."))
+    more = {
+        "ignore_eos": True,
+        "stop": "sun",
+        "stop_token_ids": [5],
+        "min_tokens": 3,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "prefix_cache": False,
+        "cache_salt": "mine",
+    }
+    answer = asks.responses.create(model="tiny", input="?", max_output_tokens=50, extra_body=more)
+    assert answer.output_text == "It is "
+    (submit,) = at.rank.wait_for(Submit)
+    sampling = submit.sampling
+    assert sampling.stop_token_ids == [5], "and not the model's own end"
+    assert (sampling.min_tokens, sampling.min_p, sampling.repetition_penalty) == (3, 0.1, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.5)
+    assert submit.cache == CacheUse(use=False, salt="mine")
 
 
 def test_the_events_of_a_stream(client: Any) -> None:
@@ -113,6 +137,8 @@ def test_a_stream_that_fails(client: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 10**6}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"colour": "red"}, "colour"),
     ],
 )

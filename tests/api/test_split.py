@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -363,6 +364,21 @@ def test_prefills_of_others_are_waited_for(stand: Any) -> None:
         pe.rank.send(PrefillDone(request_id="other", ok=True))
         # Nothing of ours ends; the next look at the prefill engine finds the room.
         assert asked.result(15).headers["x-kvrail-prefill"] == "remote"
+
+
+def test_counters_are_there_before_they_count(pair: Any) -> None:
+    """Whoever takes differences of two scrapes would miss the first count of a series that was not there before."""
+    ce, _ = pair(pe_behave=refuses)
+    ended = re.compile(r'vllm:request_success_total\{finished_reason="(\w+)",model_name="[^"]+"\} (\S+)')
+    metrics = ce.client.get("/metrics").text
+    for series in (
+        'kvrail_requests_total{api="responses",outcome="stop",route="local"}',
+        'kvrail_prefill_calls_total{outcome="unreachable"}',
+    ):
+        assert f"{series} 0.0\n" in metrics
+    assert dict(ended.findall(metrics)) == {"stop": "0.0", "length": "0.0"}
+    assert ce.client.post(CHAT, json=ASK).json()["choices"][0]["finish_reason"] == "length"
+    assert dict(ended.findall(ce.client.get("/metrics").text)) == {"stop": "0.0", "length": "1.0"}
 
 
 def test_lanes_and_metrics_of_links(pair: Any) -> None:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets a ticket when: requests for one link do not wait behind another link's share."""
+"""Who gets a ticket when, and what becomes of one that is lost."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.messages import Abort, Failed, Granted, Sampling, Submit
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.link_events import LinkKey
+from kvrail.transfer.link_events import LinkKey, Received
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
-from kvrail.transfer.wire import Beat, TicketBeat, pack_u32
+from kvrail.transfer.wire import Beat, Doorbell, TicketBeat, pack_u32
 
 LAYOUT = PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=1, dtype="float32", page_tokens=16)
 A, B, OTHER = (LinkKey(name * 16, 0) for name in (b"a", b"b", b"o"))
@@ -106,3 +108,19 @@ def test_who_waited_for_a_share_in_vain_is_prefilled_here() -> None:
     assert bench.local == ["a2"]
     (failed,) = [message for message in bench.sent if isinstance(message, Failed)]
     assert (failed.request_id, failed.status) == ("a3", 503)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_lost_ticket_waits_for_what_the_front_says(cancelled: bool) -> None:
+    """A client leaves during a long step: the prefill engine gives its ticket up, and that is heard first."""
+    bench = Bench()
+    bench.submit("a1", A, 1)
+    assert bench.granted() == ["a1"]
+    (ticket,) = bench.receiver.beat_tickets(A)
+    failed = Doorbell(ticket=ticket.ticket, epoch=1, status="failed", reason="cancelled by the client")
+    bench.role.on_link(1, Received(A, failed))
+    bench.role.on_step(1, [])
+    if cancelled:
+        bench.role.handle(1, Abort(request_id="a1"))
+    bench.role.tick(1)
+    assert bench.local == ([] if cancelled else ["a1"])
