@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import httpx
 import msgspec
+import numpy as np
 
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.frontend.tracing import Span, Tracing
@@ -25,10 +26,12 @@ from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
+from kvrail.runtime.control.prefix_directory import PrefixDirectory
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
 from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
-from kvrail.runtime.messages import Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
 
 __all__ = ["Dispatcher", "Job"]
@@ -53,10 +56,13 @@ class Job:
     tokens: list[int]
     sampling: Sampling
     affinity: bytes
+    cache: CacheUse = CACHE_USED
     outcome: str = ""
     route: str = ""
     drop_choice: Callable[[int], None] = lambda choice: None
     started: float = field(default_factory=time.monotonic)
+    # Names of the prompt's pages, for routing by prefix; empty with other policies.
+    page_keys: list[bytes] = field(default_factory=list)
     deadline: float | None = None
     # Headers that name the client's trace, and the span of this request below it.
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -92,6 +98,7 @@ class Dispatcher:
         self._metrics = metrics
         self._tracing = tracing
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prefixes = PrefixDirectory() if config.routing == "prefix" else None
         metrics.waiting.set_function(lambda: admission.waiting)
         for rank in ranks:
             rank.subscribe(admission.wake)
@@ -105,6 +112,9 @@ class Dispatcher:
         """
         job.span = self._tracing.span(f"kvrail {job.api}", job.trace, job.started)
         note = _Note(job)
+        if self._prefixes is not None and job.cache.use:
+            first = namespace("", salt=job.cache.salt)
+            extend_keys(job.page_keys, first, np.array(job.tokens, dtype=np.uint32), self._config.page_tokens)
         try:
             if job.sampling.prompt_logprobs is not None and self._local_prefill == "never":
                 raise BadRequest(
@@ -117,6 +127,8 @@ class Dispatcher:
                 note.placed()
                 async with contextlib.aclosing(self._on_rank(job, place)) as outputs:
                     async for output in outputs:
+                        if not note.began:
+                            self._learn(job, place.route, output)
                         place.prefilled()
                         note.output(output, self._metrics)
                         yield output
@@ -140,6 +152,7 @@ class Dispatcher:
             sampling=job.sampling,
             peer=peer.key if peer else None,
             fallback=self._config.local_prefill != "never" or self._peers is None,
+            cache=job.cache,
         )
         call: asyncio.Task[None] | None = None
         with rank.submit(submit) as request:
@@ -169,13 +182,28 @@ class Dispatcher:
     def _local_prefill(self) -> Literal["auto", "never", "always"]:
         return self._config.local_prefill if self._peers else "always"
 
+    def _learn(self, job: Job, route: Route, output: Output) -> None:
+        """The first output says who has the prompt now, and how much of it the prefill rank had before."""
+        if self._prefixes is None:
+            return
+        ready = self._ranks[route.rank].ready
+        if route.peer is not None and output.route == "remote":
+            self._prefixes.correct(
+                job.page_keys, route.peer.key, output.cached_tokens // self._config.page_tokens
+            )
+            self._prefixes.note(job.page_keys, route.peer.key)
+        if ready is not None:
+            self._prefixes.note(job.page_keys, (ready.self_rank.incarnation, route.rank))
+
     def _choose(self, job: Job) -> Route | None:
+        held = self._prefixes.longest(job.page_keys) if self._prefixes is not None else {}
         views = [
             RankView(
                 rank=rank.rank,
                 load=self._admission.at_rank[rank.rank],
                 limit=rank.ready.queue_limit,
                 links_up=self._peers.links_up(rank) if self._peers else frozenset(),
+                held=held.get((rank.ready.self_rank.incarnation, rank.rank), 0),
             )
             for rank in self._ranks
             if rank.usable and rank.ready is not None
@@ -184,7 +212,9 @@ class Dispatcher:
             policy=self._config.routing,
             affinity=job.affinity,
             ranks=views,
-            peers=self._peers.views if self._peers else (),
+            peers=[view._replace(held=held.get(view.key, 0)) for view in self._peers.views]
+            if self._peers
+            else (),
             # The logits of a whole prompt do not travel: where they are wanted, it is prefilled here.
             local_prefill="always" if job.sampling.prompt_logprobs is not None else self._local_prefill,
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
@@ -200,6 +230,7 @@ class Dispatcher:
             rank=number,
             tokens=pack_u32(job.tokens),
             sampling=job.sampling,
+            cache=job.cache,
         )
         try:
             response = await self._client.post(
@@ -274,6 +305,11 @@ class _Note:
     def placed(self) -> None:
         """A rank has a place for it."""
         self._placed_s = time.monotonic() - self._job.started
+
+    @property
+    def began(self) -> bool:
+        """Whether an output has come."""
+        return self._first_s is not None
 
     def output(self, output: Output, metrics: FrontMetrics) -> None:
         now = time.monotonic()

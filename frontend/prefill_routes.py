@@ -131,7 +131,11 @@ class PrefillDesk:
             raise BadRequest("tokens: must be uint32 token ids, at least one", param="tokens")
         running = rank.prefill(
             Prefill(
-                request_id=call.request_id, ticket=call.ticket, tokens=call.tokens, sampling=call.sampling
+                request_id=call.request_id,
+                ticket=call.ticket,
+                tokens=call.tokens,
+                sampling=call.sampling,
+                cache=call.cache,
             )
         )
         self._running[call.request_id] = running

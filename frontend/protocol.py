@@ -14,12 +14,14 @@ from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
 from kvrail.frontend.sampling_fields import MOST_LOGPROBS
 from kvrail.frontend.structured import StructuredFields
 from kvrail.frontend.template import Conversation
+from kvrail.runtime.messages import CacheUse
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest"]
 
 _MOST_TOOLS = 128
 _MOST_PROMPTS = 128
 _MOST_ANSWERS = 256
+_LONGEST_SALT = 256
 
 
 def _prompts(prompt: Any) -> Any:
@@ -69,6 +71,9 @@ class GenerationRequest(StructuredFields):
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    # Whether prefixes of this prompt are looked up and kept; only requests of one salt share them.
+    prefix_cache: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=_LONGEST_SALT)
 
     @property
     def include_usage(self) -> bool:
@@ -79,6 +84,11 @@ class GenerationRequest(StructuredFields):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def cache_use(self) -> CacheUse:
+        """How the request takes part in prefix caching."""
+        return CacheUse(use=self.prefix_cache is not False, salt=self.cache_salt or "")
 
 
 class ChatRequest(GenerationRequest):

@@ -173,6 +173,7 @@ def openai_routes(
             tokens=tokens,
             sampling=sampling,
             affinity=affinity_key(first_words),
+            cache=body.cache_use,
         )
 
     async def answer(

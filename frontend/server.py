@@ -18,6 +18,7 @@ import zmq.asyncio
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from kvrail.frontend.cache_routes import cache_routes
 from kvrail.frontend.dispatch import Dispatcher
 from kvrail.frontend.envelope import Envelope, install_error_bodies
 from kvrail.frontend.metrics import FrontMetrics
@@ -119,6 +120,7 @@ async def _application(
             app.include_router(
                 openai_routes(config, ranks, dispatcher, renderer, ApiKeys(config.api_key_file))
             )
+        app.include_router(cache_routes(config, ranks, token))
         app.include_router(status_routes(config, ranks, peers, metrics, lambda: admission.stopping))
         yield _Application(app, admission, desk)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.layout import PageLayout
 
-__all__ = ["FAMILIES", "kv_layout", "layer_windows", "refuse_unsupported", "shrunk_window"]
+__all__ = ["FAMILIES", "has_experts", "kv_layout", "layer_windows", "refuse_unsupported", "shrunk_window"]
 
 # Which layers of a family have the config's `sliding_window`, as its model code decides it: none, all of them, or
 # those that `layer_types` names.
@@ -64,6 +64,13 @@ def refuse_unsupported(config: Any, name: str) -> None:
             raise ConfigError(
                 f"--model {name}: rotary scaling {rope!r} is not supported ({', '.join(ROPE_TYPES)} are)"
             )
+
+
+def has_experts(config: Any) -> bool:
+    """Whether tokens are routed to some of several experts."""
+    return any(
+        getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -18,6 +18,8 @@ from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overr
 from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.grammar import Grammars, tokenizer_text
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.host_cache_build import build_host_cache
 from kvrail.runtime.messages import ToFront
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.pool_sizes import pool_sizes
@@ -100,12 +102,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         # Room for running sequences to grow, whatever tickets are asked for.
         reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
+        host_cache = build_host_cache(config, context, layout, pools, pool, memory)
         grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
         stack.callback(grammars.close)
         engine = EmbeddedEngine(
             model,
             pool,
             pools.pages.buffer,
+            host_cache=host_cache,
             state_memory=pools.state.buffer if pools.state is not None else None,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -126,7 +130,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
                 gpu=gpu_facts(cuda, mps_sign()),
             )
             stack.callback(_close_links, links, memory, pools)
-        role, queue_limit = _role(config, incarnation, spec.rank, engine, pool, pools, links, send)
+        role, queue_limit = _role(
+            config, incarnation, spec.rank, engine, pool, pools, links, send, host_cache
+        )
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
             role=role,
@@ -175,13 +181,22 @@ def _role(
     pools: Pools,
     links: Links | None,
     send: Callable[[ToFront], None],
+    host_cache: HostPrefixCache | None,
 ) -> tuple[Completion | Prefilling, int]:
     """The role, and how many requests its front may have here at once."""
     if config.role == "pe":
         assert links is not None
         limit = min(config.max_num_seqs, _PREFILL_QUEUE)
         sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
-        prefilling = Prefilling(engine=engine, pool=pool, pools=pools, links=links, sender=sender, send=send)
+        prefilling = Prefilling(
+            engine=engine,
+            pool=pool,
+            pools=pools,
+            links=links,
+            sender=sender,
+            send=send,
+            cache=host_cache,
+        )
         return prefilling, limit
     receiver = Receiver(
         pool,
@@ -200,6 +215,7 @@ def _role(
         links=links,
         receiver=receiver,
         send=send,
+        cache=host_cache,
         verify_share=config.verify_kv,
         # Who has a seat is sure of a state slot, however often it is preempted.
         seats=min(config.max_num_seqs, pool.state_slots or config.max_num_seqs),

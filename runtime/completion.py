@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import RuntimeFault
 from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
+from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import (
     Abort,
@@ -36,7 +37,7 @@ from kvrail.runtime.messages import (
     ToFront,
     ToRank,
 )
-from kvrail.runtime.rank_stats import completion_counters, pool_gauges
+from kvrail.runtime.rank_stats import completion_counters, pool_gauges, rank_stats
 from kvrail.runtime.waiting import Request, grant_in_turn
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import (
@@ -79,6 +80,7 @@ class Completion:
         verify_share: float,
         seats: int,
         largest_ticket: int,
+        cache: HostPrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -89,6 +91,7 @@ class Completion:
         self._verify_share = verify_share
         self._seats = seats
         self._largest_ticket = largest_ticket
+        self._cache = cache
         self._board = LinkBoard(send)
         # Links whose pages a network card writes into our GPU.
         self._written_by_card: set[LinkKey] = set()
@@ -108,8 +111,7 @@ class Completion:
             case Abort(request_id=request_id, reason=reason, choice=choice):
                 self._abort(now, request_id, reason, choice)
             case PrefillFailed(request_id=request_id, ticket=ticket, reason=reason):
-                request = self._requests.get(request_id)
-                if request is not None and request.ticket == ticket:
+                if self._by_ticket(request_id, ticket):
                     self._receiver.give_up(now, ticket, reason)
             case Connect(peer=peer) if self._links is not None:
                 self._board.connecting(LinkKey(peer.incarnation, peer.rank))
@@ -142,8 +144,6 @@ class Completion:
                 receiver.on_message(now, key, message)
             case PeerBeat(key, beat):
                 receiver.on_beat(now, key, beat)
-            case _:
-                pass
         self._carry_out(now)
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
@@ -187,17 +187,17 @@ class Completion:
         request = Request(message, tokens, "waiting", now + _ROOM_WITHIN_S)
         self._requests[request_id] = request
         self._counters["requests_submitted"] += 1
+        request.keys = self.engine.prefix_keys(tokens, message.cache) if message.peer else []
+        lacking = self.engine.layout.pages_for(len(tokens)) - self._pool.known(request.keys)
         if message.peer is None:
             self._prefill_here(request, None)
-        elif self.engine.layout.pages_for(len(tokens)) > self._largest_ticket:
+        elif lacking > self._largest_ticket:
             reason = (
-                f"its {self.engine.layout.pages_for(len(tokens))} pages are more than one link may hold "
-                f"({self._largest_ticket}: --link-share)"
+                f"its {lacking} pages are more than one link may hold ({self._largest_ticket}: --link-share)"
             )
             if message.fallback:
                 self._lost(request, reason, None)
-            else:
-                # Trying again would help nobody.
+            else:  # Trying again would help nobody.
                 self._fail(request, 400, f"the prompt is too long to be prefilled elsewhere: {reason}", None)
         else:
             self._waiting.append(request)
@@ -223,6 +223,7 @@ class Completion:
                 request.id,
                 request.link,
                 len(request.tokens),
+                keys=request.keys,
                 verify=random.random() < self._verify_share,
             )
         except NoPages as error:
@@ -262,10 +263,10 @@ class Completion:
         sampling = request.submit.sampling
         try:
             if hand_off is None:
-                self.engine.add(request.id, request.tokens, sampling)
+                self.engine.add(request.id, request.tokens, sampling, cache=request.submit.cache)
             else:
-                firsts = request.going_on(hand_off)
-                self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts)
+                firsts, cache = request.going_on(hand_off), request.submit.cache
+                self.engine.resume(request.id, request.tokens, sampling, first_tokens=firsts, cache=cache)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
             self._fail(request, fault.status, fault.message, fault.retry_after_s)
@@ -305,14 +306,12 @@ class Completion:
             case Fence(link, _, reason) if self._links is not None:
                 self._links.fence(LinkKey(*link), reason)
             case FirstTokenReady(request_id, ticket, hand_off):
-                request = self._by_ticket(request_id, ticket)
-                if request is not None:
+                if request := self._by_ticket(request_id, ticket):
                     self._first_token(now, request, hand_off)
             case Landed():
                 self._landed(now, effect)
             case Lost(request_id, ticket, reason, hand_off):
-                request = self._by_ticket(request_id, ticket)
-                if request is not None:
+                if request := self._by_ticket(request_id, ticket):
                     self._lost(request, reason, hand_off)
             case _:
                 raise AssertionError(f"no links, yet {effect}")
@@ -369,6 +368,7 @@ class Completion:
                 owner=landed.owner,
                 first_tokens=request.going_on(landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
+                cache=request.submit.cache,
             )
         except (RuntimeFault, ValueError) as error:
             self._pool.release(landed.owner)
@@ -447,4 +447,4 @@ class Completion:
         gauges = pool_gauges(self._pool, self.engine) | self._receiver.gauges()
         gauges |= {"requests_open": len(self._requests), "requests_without_room": len(self._waiting)}
         counters = completion_counters(self._counters, self._receiver.counters)
-        return Stats(steps=steps, gauges=dict(gauges), counters=counters, links=self._board.counters())
+        return rank_stats(steps, gauges, counters, self._cache, self._board.counters())

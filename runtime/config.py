@@ -72,6 +72,16 @@ class LaunchConfig:
         None,
         "sequences with sliding-window state, for models that have it (default: --max-num-seqs, if they fit)",
     )
+    hicache_size_gb: float | None = _setting(
+        None, "GiB of host memory for the prefix cache of each rank (default: 1 for pe, else 0; 0: none)"
+    )
+    hicache_state_slots: int | None = _setting(
+        None,
+        "states in the host cache, for models with sliding windows (default: 256, if half of it holds them)",
+    )
+    hicache_state_interval: int = _setting(
+        8, "pages of a prompt between the states that the host cache keeps; one more at its end"
+    )
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16")
     device: str = _setting(
         "cpu",
@@ -83,7 +93,10 @@ class LaunchConfig:
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )
-    routing: Literal["affinity", "least-loaded"] = _setting("affinity", "how the ce picks ranks")
+    routing: Literal["affinity", "least-loaded", "prefix"] = _setting(
+        "affinity",
+        "how the ce picks ranks: one for each conversation, the idlest, or who has most of the prompt",
+    )
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
     )
@@ -197,6 +210,19 @@ class LaunchConfig:
             self.state_slots is None or 1 <= self.state_slots < 2**31,
             "--state-slots must be at least 1 and below 2^31",
         )
+        _require(
+            self.hicache_state_slots is None or 1 <= self.hicache_state_slots < 2**31,
+            "--hicache-state-slots must be at least 1 and below 2^31",
+        )
+        _require(self.hicache_state_interval >= 1, "--hicache-state-interval must be at least 1")
+        _require(
+            self.hicache_size_gb is None or 0 <= self.hicache_size_gb <= 2**20,
+            "--hicache-size-gb must be between 0 and 1048576",
+        )
+        _require(
+            self.role != "ce" or not self.hicache_size_gb,
+            "--hicache-size-gb is for --role pe and single: a ce keeps prefixes in its own page pool",
+        )
         _require(0.0 <= self.verify_kv <= 1.0, "--verify-kv must be between 0 and 1")
         _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
@@ -283,6 +309,13 @@ class LaunchConfig:
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or Path(self.model).name.removesuffix(".gguf") or self.model
+
+    @property
+    def resolved_hicache_size_gb(self) -> float:
+        """GiB of each rank's host prefix cache; 0: it has none."""
+        if self.hicache_size_gb is not None:
+            return self.hicache_size_gb
+        return 1.0 if self.role == "pe" else 0.0
 
     @property
     def resolved_spin_us(self) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +23,13 @@ import torch
 from kvrail.runtime.batch import Batch, Drawn
 from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
-from kvrail.runtime.errors import BadRequest, TooLong
+from kvrail.runtime.errors import BadRequest
 from kvrail.runtime.grammar import Grammars
-from kvrail.runtime.messages import Sampling
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
+from kvrail.runtime.prefix_caches import PrefixCaches
+from kvrail.runtime.ready import check_prompt, ready_sequences
 from kvrail.runtime.sampling import check_sampling
 from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
 from kvrail.runtime.sequence import EngineSequence
@@ -40,8 +42,8 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
-# Nothing else is to be done meanwhile, but messages and links want to be heard.
-_GRAMMAR_WAIT_S = 0.005
+# How long a step that can do nothing else waits for a copy.
+_COPY_WAIT_S = 0.002
 
 
 class EmbeddedEngine:
@@ -64,6 +66,7 @@ class EmbeddedEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         prefix_cache: bool = True,
+        host_cache: HostPrefixCache | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.layout = model.layout
@@ -83,8 +86,9 @@ class EmbeddedEngine:
             pool_tensor(memory, pool.pages, self.layout),
             ring_tensor(state_memory, pool.state_slots, self.layout) if pool.state_slots else None,
             self._compute,
-            prefix_cache=prefix_cache,
+            PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
         )
+        self._prefixes = self._memory.prefixes
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
         self._grammars = grammars
@@ -106,11 +110,12 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         prefill_only: bool = False,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt. Raises TooLong or BadRequest, with nothing changed."""
         self._check(sequence_id, tokens, sampling)
         sequence = EngineSequence(
-            sequence_id, tokens, sampling, prefill_only=prefill_only, grammars=self._grammars
+            sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache, grammars=self._grammars
         )
         self._queue(sequence)
 
@@ -121,10 +126,11 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         first_tokens: Mapping[int, int],
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt whose first token is out already; the first token that a step gives is the second."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
         if sequence.to_branch:
             sequence.firsts = first_tokens
         else:
@@ -142,15 +148,16 @@ class EmbeddedEngine:
         owner: str,
         first_tokens: Mapping[int, int],
         cached_tokens: int,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, grammars=self._grammars)
+        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
         self._sequences[sequence_id] = sequence
         self._running.append(sequence)
-        self._memory.index(sequence)
+        self._prefixes.index(sequence)
         if sequence.to_branch:
             self._branch(sequence, first_tokens)
         else:
@@ -179,7 +186,16 @@ class EmbeddedEngine:
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence (waiting, running, or held after prefill only)."""
         sequence = self._sequences.get(sequence_id)
-        return None if sequence is None else sequence.state
+        host_pages = self._prefixes.host_pages(sequence_id)
+        return None if sequence is None else sequence.state._replace(host_pages=host_pages)
+
+    def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
+        """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
+        return self._prefixes.keys(tokens, cache)
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
+        return self._prefixes.flush()
 
     def close(self) -> None:
         """Let go of `memory`, so that its owner can unmap it. The engine is of no use afterwards."""
@@ -193,7 +209,7 @@ class EmbeddedEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if self._running or self._outputs:
+        if self._running or self._outputs or self._prefixes.busy:
             return True
         return bool(self._waiting) and self._situation() != self._stuck
 
@@ -205,16 +221,18 @@ class EmbeddedEngine:
 
     def step(self) -> list[StepOutput]:
         """Run one batch and tell what it did for each sequence in it."""
+        self._prefixes.poll()
         self._admit()
-        turns = self._with_pages(
-            plan_step(
-                [Pending(s.sequence_id, s.remaining) for s in self._compiled()],
-                token_budget=self._token_budget,
-            )
-        )
+        ready, faulty = ready_sequences(self._running, self._prefixes)
+        for sequence, fault in faulty:
+            self._fail(sequence, fault)
+        pending = [Pending(s.sequence_id, s.remaining) for s in ready]
+        turns = self._with_pages(plan_step(pending, token_budget=self._token_budget))
         turns = [self._cut(turn) for turn in turns]
         if turns:
             self._run(turns)
+        elif not self._outputs:
+            self._prefixes.wait(_COPY_WAIT_S)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -226,16 +244,7 @@ class EmbeddedEngine:
             raise BadRequest("this engine has no grammars", param="response_format")
         if sequence_id in self._sequences or sequence_id in self._families:
             raise ValueError(f"sequence {sequence_id} exists already")
-        if len(tokens) == 0:
-            raise BadRequest("the prompt is empty", param="prompt")
-        if len(tokens) >= self.max_model_len:
-            raise TooLong(
-                f"the prompt has {len(tokens)} tokens; at most {self.max_model_len - 1} fit "
-                f"(max_model_len {self.max_model_len}, and one token of answer)",
-                param="prompt",
-            )
-        if int(tokens.max()) >= self.vocab_size:
-            raise BadRequest(f"token ids must be below {self.vocab_size}", param="prompt")
+        check_prompt(tokens, self.max_model_len, self.vocab_size)
 
     def _queue(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
@@ -304,6 +313,9 @@ class EmbeddedEngine:
             self._waiting.popleft()
             self._running.append(sequence)
             budget -= sequence.remaining
+            if sequence.prefill_only and self._prefixes.host_pages(sequence.sequence_id):
+                # Whoever pushes them need not wait until they are in the pool as well.
+                self._outputs.append(sequence.output())
 
     def _hopeless(self) -> bool:
         """Whether nobody is left who could give pages back.
@@ -328,7 +340,9 @@ class EmbeddedEngine:
         return [turn for turn in turns if self._sequences[turn.sequence_id].placed]
 
     def _preempt_one(self) -> None:
-        chosen = victim([(s.sequence_id, not s.prefill_only) for s in self._running])
+        chosen = victim(
+            [(s.sequence_id, not s.prefill_only and not self._prefixes.loading(s)) for s in self._running]
+        )
         assert chosen is not None, "the sequence that wants to grow may itself be preempted"
         sequence = self._sequences[chosen]
         self._running.remove(sequence)
@@ -336,21 +350,11 @@ class EmbeddedEngine:
         sequence.restart()
         self._waiting.appendleft(sequence)
 
-    def _compiled(self) -> list[EngineSequence]:
-        """Running sequences whose grammars are there. When there are none, wait for one, but only for a moment."""
-        waited = [s.compiling for s in self._running if s.compiling is not None and not s.ready]
-        if waited and len(waited) == len(self._running):
-            wait(waited, timeout=_GRAMMAR_WAIT_S, return_when=FIRST_COMPLETED)
-        for sequence in [s for s in self._running if s.compiling is not None and s.ready]:
-            if (fault := sequence.compiling and sequence.compiling.exception()) is not None:
-                self._fail(sequence, str(fault))
-        return [sequence for sequence in self._running if sequence.ready]
-
     def _cut(self, turn: Turn) -> Turn:
-        """Logits of a whole prompt are large: where they are wanted, few tokens at a time."""
-        if self._sequences[turn.sequence_id].wants_prompt_logprobs:
-            return turn._replace(tokens=min(turn.tokens, _LOGITS_CHUNK))
-        return turn
+        """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""
+        sequence = self._sequences[turn.sequence_id]
+        most = min(turn.tokens, _LOGITS_CHUNK) if sequence.wants_prompt_logprobs else turn.tokens
+        return turn._replace(tokens=self._prefixes.chunk(sequence, most))
 
     def _run(self, turns: list[Turn]) -> None:
         parts = [(self._sequences[turn.sequence_id], turn.tokens) for turn in turns]
@@ -384,7 +388,7 @@ class EmbeddedEngine:
         for sequence, logprobs in noted:
             self._outputs.append(sequence.output(prompt_logprobs=logprobs))
         for sequence, _ in parts:
-            self._memory.index(sequence)
+            self._prefixes.index(sequence)
             if sequence.remaining:
                 self._outputs.append(sequence.output())
         for sequence, found in drawn:

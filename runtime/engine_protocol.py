@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.runtime.messages import FinishReason, Sampling
+from kvrail.runtime.messages import CACHE_USED, CacheUse, FinishReason, Sampling
 from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.prefill_ticket import CachedPages
 from kvrail.transfer.wire import TokenLogprob
 
 __all__ = ["Engine", "SequenceState", "StepOutput"]
@@ -43,6 +44,8 @@ class StepOutput(NamedTuple):
 class SequenceState(NamedTuple):
     """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed.
 
+    `host_pages`: those that stand in the host cache as well, and stay there until the sequence is released. They may
+    be there before they are in the pool: whoever reads pages that were not computed in a step reads these.
     `state_slot`: where the state of its sliding-window layers lies, or -1. Unlike pages it changes with every token
     that is computed, so it is final only when the whole prompt is.
     """
@@ -51,6 +54,7 @@ class SequenceState(NamedTuple):
     computed: int
     cached_tokens: int
     state_slot: int = -1
+    host_pages: CachedPages | None = None
 
 
 class Engine(Protocol):
@@ -72,9 +76,11 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         prefill_only: bool = False,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Queue a prompt. Raises TooLong when it can never run here.
 
+        A prompt of which a cache has a part may give an output before it has run: `computed` covers that part.
         `prefill_only`: stop after the first token and **keep the pages** until `release` (they are being
         pushed). Pages of finished chunks are final: the engine never writes to them again.
         """
@@ -88,11 +94,13 @@ class Engine(Protocol):
         owner: str,
         first_tokens: Mapping[int, int],
         cached_tokens: int,
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """Decode a sequence whose prompt KV stands complete in the pages that the pool holds for `owner`.
 
-        The engine takes over the pages. `first_tokens` were sampled elsewhere and have been emitted already: one
-        for each choice that goes on (at least one). Goes straight into the running batch.
+        First the shared pages that it reads, then those that it writes, each in token order. The engine takes over the
+        pages. `first_tokens` were sampled elsewhere and have been emitted already: one for each choice that goes on (at
+        least one). Goes straight into the running batch.
         """
 
     def resume(
@@ -102,6 +110,7 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         first_tokens: Mapping[int, int],
+        cache: CacheUse = CACHE_USED,
     ) -> None:
         """The fallback of a lost prefill whose first token is out: prefill prompt + token 1, sample from token 2."""
 
@@ -113,6 +122,12 @@ class Engine(Protocol):
 
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence."""
+
+    def prefix_keys(self, tokens: npt.NDArray[np.uint32], cache: CacheUse) -> list[bytes]:
+        """The names of a prompt's full pages in the pool's prefix cache; none when it takes no part in that."""
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Forget every cached page that nobody uses just now: how many of the pool, and of the host cache."""
 
     def step(self) -> list[StepOutput]:
         """Run one batch. Never blocks when there is nothing to do; never raises for one sequence's fault.

@@ -14,11 +14,15 @@ from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.wire import TokenLogprob
 
 __all__ = [
+    "CACHE_USED",
     "Abort",
     "Accepted",
+    "CacheFlushed",
+    "CacheUse",
     "Connect",
     "Disconnect",
     "Failed",
+    "FlushCache",
     "Granted",
     "LinkReport",
     "Output",
@@ -72,6 +76,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: list[int] = []
 
 
+class CacheUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request takes part in prefix caching. `use` False: nothing is looked up and nothing is stored for it.
+
+    Only requests of the same `salt` share prefixes.
+    """
+
+    use: bool = True
+    salt: str = ""
+
+
+CACHE_USED = CacheUse()
+
+
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True):
     """One PE rank, as its front describes it to an authenticated CE."""
 
@@ -96,6 +113,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     sampling: Sampling
     peer: tuple[bytes, int] | None = None
     fallback: bool = True
+    cache: CacheUse = CACHE_USED
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
@@ -105,6 +123,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     ticket: bytes
     tokens: bytes
     sampling: Sampling
+    cache: CacheUse = CACHE_USED
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -135,11 +154,17 @@ class Disconnect(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):
     reason: str
 
 
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
+    """Forget all cached prefixes that nothing uses just now; `CacheFlushed` answers."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     pass
 
 
-ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | Shutdown
+ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | FlushCache | Shutdown
 
 # --- rank → front -----------------------------------------------------------------------------------------------
 
@@ -209,6 +234,14 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_done")
     retry_after_s: float | None = None
 
 
+class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True, tag="cache_flushed"):
+    """The answer to `FlushCache` of that number: pages of the pool and of the host cache that are free now."""
+
+    number: int
+    pool_pages: int
+    host_pages: int
+
+
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """The state of one link, sent at each change. `state`: connecting, up, suspect, down, refused."""
 
@@ -237,7 +270,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     links: list[tuple[str, int, dict[str, float]]] = []
 
 
-ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | LinkReport | Stats
+ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | CacheFlushed | LinkReport | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import BadRequest, RuntimeFault
 from kvrail.runtime.handing_over import hand_off_record
+from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
-from kvrail.runtime.rank_stats import pool_gauges
+from kvrail.runtime.rank_stats import pool_gauges, rank_stats
 from kvrail.transfer.checksums import pack_checksums, page_checksums
 from kvrail.transfer.errors import LinkLost
 from kvrail.transfer.link_events import (
@@ -86,6 +87,7 @@ class Prefilling:
         links: Links,
         sender: Sender,
         send: Callable[[ToFront], None],
+        cache: HostPrefixCache | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -93,6 +95,7 @@ class Prefilling:
         self._links = links
         self._sender = sender
         self._send = send
+        self._cache = cache
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
         self._planners: dict[LinkKey, Planner] = {}
@@ -194,7 +197,14 @@ class Prefilling:
                     continue
             state = self.engine.sequence(output.sequence_id)
             if state is not None:
-                self._sender.computed(now, ticket, output.computed, state.pages, state_slot=state.state_slot)
+                self._sender.computed(
+                    now,
+                    ticket,
+                    output.computed,
+                    state.pages,
+                    state_slot=state.state_slot,
+                    cached=state.host_pages,
+                )
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
@@ -233,8 +243,8 @@ class Prefilling:
             case RenewWriter(_, writer, ttl_s):
                 if writer in self._writers:
                     self._writers[writer].renew(ttl_s)
-            case Push(link, writer, pool, source, target):
-                self._push(LinkKey(*link), writer, pool, source, target)
+            case Push():
+                self._push(effect)
             case Ring(link, writer, bell, pages, state_slot):
                 if writer not in self._writers:
                     return
@@ -255,28 +265,34 @@ class Prefilling:
             case PrefillEnded():
                 self._ended(effect)
 
-    def _push(
-        self,
-        key: LinkKey,
-        writer: int,
-        pool: int,
-        source: npt.NDArray[np.uint32],
-        target: npt.NDArray[np.uint32],
-    ) -> None:
-        if writer not in self._writers:
+    def _push(self, push: Push) -> None:
+        writer = self._writers.get(push.writer)
+        if writer is None:
             return
-        memory = self._pools.pages if pool == PAGE_POOL else self._pools.state
+        memory = self._pools.pages if push.pool == PAGE_POOL else self._pools.state
         assert memory is not None
-        nbytes = len(target) * memory.unit_bytes
-        planner = self._planners.get(key)
-        way = planner.choose(nbytes, count_runs(source, target)) if planner else None
-        # The copy waits on the GPU for the model's work, and this thread for neither.
-        self._writers[writer].push(
-            pool, memory.address, source, target, after=self._computed(), way=way or ""
-        )
-        units = {"pages" if pool == PAGE_POOL else "states": len(target)}
+        nbytes = len(push.target) * memory.unit_bytes
+        way = "" if push.cached else self._push_own(writer, push, memory.address, nbytes)
+        if push.cached:
+            self._push_cached(writer, push)
+        units = {"pages" if push.pool == PAGE_POOL else "states": len(push.target)}
         by_way = {f"bytes_by_{way}": nbytes} if way else {}
-        self._board.count(key, bytes=nbytes, **units, **by_way)
+        self._board.count(LinkKey(*push.link), bytes=nbytes, **units, **by_way)
+
+    def _push_own(self, writer: _ucx.Writer, push: Push, address: int, nbytes: int) -> str:
+        """From our pools; returns the way that the bytes take, "" where there is one only."""
+        planner = self._planners.get(LinkKey(*push.link))
+        way = planner.choose(nbytes, count_runs(push.source, push.target)) if planner else None
+        # The copy waits on the GPU for the model's work, and this thread for neither.
+        writer.push(push.pool, address, push.source, push.target, after=self._computed(), way=way or "")
+        return way or ""
+
+    def _push_cached(self, writer: _ucx.Writer, push: Push) -> None:
+        """Straight from the host cache, while the rest of the prompt is computed."""
+        assert self._cache is not None
+        for span in self._cache.spans(push.source):
+            writer.push(push.pool, span.address, span.units, push.target[span.where])
+        self._counters["pages_pushed_from_host"] += len(push.target)
 
     def _computed(self) -> _ucx.CudaFence | None:
         """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""
@@ -300,7 +316,9 @@ class Prefilling:
         try:
             if len(call.tokens) != token_end:
                 raise BadRequest(f"the call has {len(call.tokens)} tokens, its ticket is for {token_end}")
-            self.engine.add(request_id, call.tokens, call.call.sampling, prefill_only=True)
+            self.engine.add(
+                request_id, call.tokens, call.call.sampling, prefill_only=True, cache=call.call.cache
+            )
         except RuntimeFault as fault:
             self._sender.prefill_failed(
                 now, ticket, fault.message, status=fault.status, retry_after_s=fault.retry_after_s
@@ -334,4 +352,4 @@ class Prefilling:
         gauges["requests_open"] = len(self._calls)
         gauges["writers_open"] = len(self._writers)
         counters = self._counters + Counter({f"ticket_{k}": n for k, n in self._sender.counters.items()})
-        return Stats(steps=steps, gauges=dict(gauges), counters=dict(counters), links=self._board.counters())
+        return rank_stats(steps, gauges, counters, self._cache, self._board.counters())

@@ -8,20 +8,27 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["extend_keys"]
+__all__ = ["extend_keys", "namespace"]
 
 
-def extend_keys(
-    keys: list[bytes], namespace: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int, full_pages: int
-) -> None:
-    """Append to `keys` (those of the first pages of `tokens`) until it names `full_pages` pages.
+def namespace(fingerprint: str, *, adapter: str = "", salt: str = "") -> bytes:
+    """What KV depends on besides the tokens, as the key before the first page.
 
-    key[i] = H(key[i-1], tokens of page i), and key[-1] = `namespace`: what KV depends on besides the tokens
-    (weights, dtype, page size). Equal keys mean equal KV.
+    `fingerprint` is the layout's: model weights, dtype, page size. `salt` keeps apart what a client wants apart.
     """
-    for page in range(len(keys), full_pages):
-        before = keys[-1] if keys else namespace
-        part = np.ascontiguousarray(tokens[page * page_tokens : (page + 1) * page_tokens], dtype="<u4")
-        if len(part) != page_tokens:
-            raise ValueError(f"page {page} is not full: {len(part)} of {page_tokens} tokens")
-        keys.append(hashlib.blake2b(before + part.tobytes(), digest_size=16).digest())
+    parts = [one.encode("utf-8", "surrogatepass") for one in (fingerprint, adapter, salt)]
+    # Each with its length, or one part could pass for the end of the other.
+    named = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.blake2b(named, digest_size=16).digest()
+
+
+def extend_keys(keys: list[bytes], first: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int) -> None:
+    """Append to `keys` the names of the pages that `tokens` fill, which follow the pages that `keys` names already.
+
+    key[i] = H(key[i-1], tokens of page i), and key[-1] = `first`, a `namespace`. Equal keys mean equal KV.
+    """
+    before = keys[-1] if keys else first
+    data = np.ascontiguousarray(tokens[: len(tokens) // page_tokens * page_tokens], dtype="<u4").tobytes()
+    for start in range(0, len(data), 4 * page_tokens):
+        before = hashlib.blake2b(before + data[start : start + 4 * page_tokens], digest_size=16).digest()
+        keys.append(before)

@@ -23,7 +23,16 @@ import zmq
 from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import ConfigError
-from kvrail.runtime.messages import PeerRank, Ready, Shutdown, Stats, ToFront, ToRank
+from kvrail.runtime.messages import (
+    CacheFlushed,
+    FlushCache,
+    PeerRank,
+    Ready,
+    Shutdown,
+    Stats,
+    ToFront,
+    ToRank,
+)
 from kvrail.runtime.process import RankSpec, die_with_parent
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.link_events import LinkEvent
@@ -127,6 +136,13 @@ class Loop:
             if isinstance(message, Shutdown):
                 self.stopping = True
                 return False
+            if isinstance(message, FlushCache):
+                pool_pages, host_pages = role.engine.flush_cache()
+                self._front.send(
+                    CacheFlushed(number=message.number, pool_pages=pool_pages, host_pages=host_pages)
+                )
+                self._stats_due = 0.0
+                continue
             role.handle(now, message)
         self._hear_links(now)
         role.tick(now)

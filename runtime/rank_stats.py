@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gauges that every rank has (its pool and its engine), and the counters of a completion rank."""
+"""What every rank reports: the gauges of its pool and its engine, and what its parts have counted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from kvrail.runtime.engine_protocol import Engine
+from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.messages import Stats
 from kvrail.transfer.pages import PagePool
 
-__all__ = ["completion_counters", "pool_gauges"]
+__all__ = ["completion_counters", "pool_gauges", "rank_stats"]
 
 # Counters that are reported before anything has happened: a rate of what does not exist yet cannot be watched.
 _FROM_ZERO = (
@@ -20,6 +22,18 @@ _FROM_ZERO = (
     "requests_failed",
     "requests_aborted",
 )
+
+
+def rank_stats(
+    steps: int,
+    gauges: Mapping[str, float],
+    counters: Mapping[str, float],
+    cache: HostPrefixCache | None,
+    links: list[tuple[str, int, dict[str, float]]],
+) -> Stats:
+    """The report of a rank, with what its host cache (None: it has none) has to say."""
+    cached = (cache.gauges(), cache.counters()) if cache is not None else ({}, {})
+    return Stats(steps=steps, gauges={**gauges, **cached[0]}, counters={**counters, **cached[1]}, links=links)
 
 
 def pool_gauges(pool: PagePool, engine: Engine) -> dict[str, float]:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.grammar import Grammars, GrammarState
-from kvrail.runtime.messages import FinishReason, Sampling
+from kvrail.runtime.messages import CACHE_USED, CacheUse, FinishReason, Sampling
 from kvrail.runtime.prefix import extend_keys
 from kvrail.runtime.processors import Row, TokenHistory
 from kvrail.runtime.sampler import choice_seed
@@ -28,7 +28,7 @@ class EngineSequence:
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
     of which the first `indexed` are never written again: they were offered to the prefix cache, came from it, or
     are shared with other choices. `state_slot` is where its rings lie (-1: none). `placed`: it has all the memory that
-    its tokens need (which may be no page at all).
+    its tokens need (which may be no page at all). `cache`: whether, and under which salt, it shares prefixes.
 
     A request for several choices is one sequence up to the end of its prompt, and then one for each (`branch`).
     `firsts`: the first tokens of its choices when those were sampled elsewhere. `closed`: choices that nobody wants
@@ -36,6 +36,8 @@ class EngineSequence:
     """
 
     __slots__ = (
+        "_prompt",
+        "cache",
         "cached_tokens",
         "choice",
         "closed",
@@ -68,6 +70,7 @@ class EngineSequence:
         *,
         emitted: Iterable[int] = (),
         prefill_only: bool = False,
+        cache: CacheUse = CACHE_USED,
         request_id: str = "",
         choice: int = 0,
         grammars: Grammars | None = None,
@@ -77,9 +80,11 @@ class EngineSequence:
         self.choice = choice
         self.tokens: list[int] = [*prompt.tolist(), *emitted]
         self.prompt_tokens = len(prompt)
+        self._prompt = prompt
         self.emitted = len(self.tokens) - len(prompt)
         self.sampling = sampling
         self.prefill_only = prefill_only
+        self.cache = cache
         self.firsts: Mapping[int, int] | None = None
         self.closed: set[int] = set()
         self.history: TokenHistory | None = None
@@ -118,11 +123,16 @@ class EngineSequence:
         """Whether log-probabilities of the prompt are still to be told: its logits are needed then, not only KV."""
         return self.sampling.prompt_logprobs is not None and self.noted < self.prompt_tokens
 
-    def page_keys(self, namespace: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
-        """Keys of the first `full_pages` pages."""
+    def page_keys(self, first: bytes, page_tokens: int, full_pages: int) -> list[bytes]:
+        """Keys of the first `full_pages` pages; `first` is the namespace."""
         if len(self.keys) < full_pages:
-            known = np.asarray(self.tokens[: full_pages * page_tokens], dtype=np.uint32)
-            extend_keys(self.keys, namespace, known, page_tokens, full_pages)
+            known, wanted = len(self.keys) * page_tokens, full_pages * page_tokens
+            # Of a long prompt the array, which is there already, is hashed several times faster than the list.
+            inside = wanted <= self.prompt_tokens
+            fresh = (
+                self._prompt[known:wanted] if inside else np.array(self.tokens[known:wanted], dtype=np.uint32)
+            )
+            extend_keys(self.keys, first, fresh, page_tokens)
         return self.keys[:full_pages]
 
     def restart(self) -> None:
@@ -158,6 +168,7 @@ class EngineSequence:
             prefill_only=self.prefill_only,
             request_id=self.request_id,
             choice=number,
+            cache=self.cache,
         )
         one.keys, one.cached_tokens, one.noted = list(self.keys), self.cached_tokens, self.noted
         one.computed, one.compiling = self.computed, self.compiling

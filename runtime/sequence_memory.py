@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and state slots of sequences: taken, zeroed, shared, offered to the prefix cache, and given back.
+"""Pages and state slots of sequences: taken, zeroed, shared, and given back.
 
 On a GPU, work on them may be queued when a call returns. They go back to the PagePool only when nothing queued can
 touch them any more: `release` waits.
@@ -12,6 +12,7 @@ import torch
 
 from kvrail.kernels.upload import upload
 from kvrail.runtime.device import Compute
+from kvrail.runtime.prefix_caches import PrefixCaches
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.transfer.errors import NoPages
 from kvrail.transfer.layout import PageLayout
@@ -21,11 +22,7 @@ __all__ = ["SequenceMemory"]
 
 
 class SequenceMemory:
-    """What sequences of one engine hold of `pages` and `rings` (None where no layer has a window).
-
-    `prefix_cache` reuses pages only where pages are all there is: without the rings at its end, a prefix of pages is
-    of no use.
-    """
+    """What sequences of one engine hold of `pages` and `rings` (None where no layer has a window)."""
 
     def __init__(
         self,
@@ -34,18 +31,17 @@ class SequenceMemory:
         pages: torch.Tensor,
         rings: torch.Tensor | None,
         compute: Compute,
-        *,
-        prefix_cache: bool,
+        prefixes: PrefixCaches,
     ) -> None:
         self.pages, self.rings, self.compute = pages, rings, compute
         self._pool = pool
         self._layout = layout
-        self._prefix_cache = prefix_cache and not layout.state_bytes
-        self._namespace = bytes.fromhex(layout.fingerprint)
+        self.prefixes = prefixes
 
     def close(self) -> None:
         """Let go of the memory, once nothing is queued on it."""
         self.compute.settle()
+        self.prefixes.close()
         self.pages, self.rings = torch.empty(0), None
 
     def place(self, sequence: EngineSequence, reserve: int) -> bool:
@@ -54,24 +50,19 @@ class SequenceMemory:
         """
         if self.rings is not None and not self._pool.free_states:
             return False
-        page_tokens = self._layout.page_tokens
-        cached: list[int] = []
-        if self._prefix_cache and not sequence.wants_prompt_logprobs:
-            # At least one token is left to compute: something must give the next token's logits.
-            full = (len(sequence.tokens) - 1) // page_tokens
-            keys = sequence.page_keys(self._namespace, page_tokens, full)
-            cached = self._pool.match(sequence.sequence_id, keys)
+        cached, found = self.prefixes.match(sequence)
         missing = self._layout.pages_for(len(sequence.tokens)) - len(cached)
         if missing and missing > self._pool.available - reserve:
-            self._pool.release(sequence.sequence_id)
+            self.prefixes.release(sequence.sequence_id)
             return False
-        sequence.pages = cached + self._new_pages(sequence, missing)
+        sequence.pages = cached + self._new_pages(sequence, missing, found - len(cached))
         sequence.state_slot = self._new_slot(sequence)
         sequence.placed = True
         sequence.indexed = len(cached)
-        sequence.computed = len(cached) * page_tokens
+        sequence.computed = found * self._layout.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+        self.prefixes.load(sequence, sequence.pages[len(cached) : found])
         return True
 
     def grow(self, sequence: EngineSequence, tokens: int) -> None:
@@ -83,7 +74,8 @@ class SequenceMemory:
     def adopt(self, sequence: EngineSequence, owner: str) -> None:
         """Take over what the pool holds for `owner`: KV of all tokens of the sequence. ValueError on a wrong call."""
         tokens = len(sequence.tokens)
-        pages = self._pool.pages_of(owner)
+        shared = self._pool.reads_of(owner)
+        pages = shared + self._pool.pages_of(owner)
         if len(pages) != self._layout.pages_for(tokens):
             raise ValueError(f"{owner} holds {len(pages)} pages, not those of {tokens} tokens")
         slot = self._pool.state_slot_of(owner)
@@ -91,7 +83,7 @@ class SequenceMemory:
             raise ValueError(f"{owner} holds state slot {slot}; states have {self._layout.state_bytes} bytes")
         self._pool.rename(owner, sequence.sequence_id)
         sequence.placed, sequence.pages, sequence.state_slot = True, pages, slot
-        sequence.computed = tokens
+        sequence.computed, sequence.indexed = tokens, len(shared)
         # Whatever else came with the last page or the ring must not reach attention, not even times zero.
         used = tokens % self._layout.page_tokens
         with self.compute.queue() as sequence.queued:
@@ -126,31 +118,24 @@ class SequenceMemory:
 
     def inherit(self, parent: EngineSequence, heir: EngineSequence) -> None:
         """Give all that `parent` holds to `heir`."""
+        self.prefixes.let_go(parent.sequence_id)
         self._pool.rename(parent.sequence_id, heir.sequence_id)
         heir.placed, heir.pages, heir.state_slot = True, parent.pages, parent.state_slot
         heir.indexed, heir.queued = parent.indexed, parent.queued
 
-    def index(self, sequence: EngineSequence) -> None:
-        """Offer pages that have become full to the prefix cache. They are never written again."""
-        full = sequence.computed // self._layout.page_tokens
-        if self._prefix_cache and full > sequence.indexed:
-            keys = sequence.page_keys(self._namespace, self._layout.page_tokens, full)
-            for page in range(sequence.indexed, full):
-                self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
-            sequence.indexed = full
-
     def release(self, sequence: EngineSequence) -> None:
         """Give everything back, once nothing that is queued can touch it."""
         self.compute.settle(sequence.queued)
-        self._pool.release(sequence.sequence_id)
+        self.prefixes.release(sequence.sequence_id)
 
-    def _new_pages(self, sequence: EngineSequence, count: int) -> list[int]:
+    def _new_pages(self, sequence: EngineSequence, count: int, loaded: int = 0) -> list[int]:
+        """`count` pages; the first `loaded` are about to be overwritten whole, so what is in them does not matter."""
         pages = self._pool.allocate(sequence.sequence_id, count)
-        if not pages:
+        if not pages[loaded:]:
             return pages
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
         with self.compute.queue() as sequence.queued:
-            (index,) = upload(self.pages.device, (np.asarray(pages, dtype=np.int64),))
+            (index,) = upload(self.pages.device, (np.asarray(pages[loaded:], dtype=np.int64),))
             # Eight bytes at a time: on a GPU this takes as long as there are elements.
             self.pages.view(len(self.pages), -1).view(torch.int64).index_fill_(0, index, 0)
         return pages

@@ -22,13 +22,15 @@ __all__ = ["Request", "grant_in_turn"]
 class Request:
     """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
 
-    `open`: the choices that have not ended.
+    `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that. `open`: the choices
+    that have not ended.
     """
 
     submit: Submit
     tokens: npt.NDArray[np.uint32]
     phase: Literal["waiting", "granted", "first", "decoding"]
     deadline: float
+    keys: list[bytes] = field(default_factory=list)
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0

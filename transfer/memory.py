@@ -27,7 +27,16 @@ from kvrail.transfer.errors import TransferError
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
 
-__all__ = ["PAGE_POOL", "PROBE_POOL", "SEALS", "STATE_POOL", "HostPool", "OutOfMemory", "Pools"]
+__all__ = [
+    "PAGE_POOL",
+    "PROBE_POOL",
+    "SEALS",
+    "STATE_POOL",
+    "HostPool",
+    "OutOfMemory",
+    "Pools",
+    "available_bytes",
+]
 
 # Pool ids on every link.
 PAGE_POOL, STATE_POOL, PROBE_POOL = 0, 1, 2
@@ -240,7 +249,7 @@ def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
             pass  # Another process took the reserved pages in between.
     if nbytes < _HUGE:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    available = _available_bytes()
+    available = available_bytes()
     if size > available:
         raise OutOfMemory(_short(name, size, available))
     try:
@@ -330,7 +339,7 @@ def _hugetlb_free() -> int:
     return max(0, free - reserved) * _HUGE if page_kib == _HUGE >> 10 else 0
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the host, and the control group that we are in, can still give."""
     available = _meminfo("MemAvailable:").get("MemAvailable:", 1 << 50) << 10
     try:

@@ -16,6 +16,7 @@ Pure and single-threaded: the ticket ledgers and the engine of one rank share on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -146,6 +147,11 @@ class PagePool:
         holding = self._held.get(owner)
         return list(holding.pages) if holding is not None else []
 
+    def reads_of(self, owner: str) -> list[int]:
+        """The shared pages that `owner` reads, in the order in which it matched or shared them."""
+        holding = self._held.get(owner)
+        return list(holding.reads) if holding is not None else []
+
     def state_slot_of(self, owner: str) -> int:
         """The state slot of `owner`, or -1."""
         holding = self._held.get(owner)
@@ -247,6 +253,10 @@ class PagePool:
                 self._unread.pop(page, None)
                 self._readers[page] = self._readers.get(page, 0) + 1
         return pages
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are present. Pins nothing, so it may be less a moment later."""
+        return sum(1 for _ in itertools.takewhile(self._page_of_key.__contains__, keys))
 
     def flush_cache(self) -> int:
         """Free every cached page that nobody reads; returns how many."""

@@ -15,17 +15,25 @@ from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.tickets import PAGE_POOL, PE_MOVES, STATE_POOL, LinkKey, PeState, PrefillEnded, moved
 from kvrail.transfer.wire import Doorbell, Grant, HandOff, LinkMessage, Quiesced, unpack_u32
 
-__all__ = ["Batch", "PrefillTicket", "ticket_gauges"]
+__all__ = ["Batch", "CachedPages", "PrefillTicket", "ticket_gauges"]
 
 _U32 = npt.NDArray[np.uint32]
 
 
 class Batch(NamedTuple):
-    """Units of one pool that can go out together: source here, target at the CE."""
+    """Units of one pool that can go out together: source here (or in the host cache: `cached`), target at the CE."""
 
     pool: int
     source: _U32
     target: _U32
+    cached: bool = False
+
+
+class CachedPages(NamedTuple):
+    """Pages of a prompt that can be read from the host prefix cache: from page number `first` on, in `slots`."""
+
+    first: int
+    slots: _U32
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +90,16 @@ class PrefillTicket:
         return ""
 
     def next_batches(
-        self, tokens_done: int, pages: Sequence[int], state_slot: int, layout: PageLayout
+        self,
+        tokens_done: int,
+        pages: Sequence[int],
+        state_slot: int,
+        layout: PageLayout,
+        cached: CachedPages | None = None,
     ) -> list[Batch]:
         """What became final with `tokens_done` prompt tokens in the page table `pages`.
+
+        What is in `cached` as well goes out from there: it may still be on its way into the pages.
 
         The last, partly filled page and the state are final when the whole range is computed. Raises ValueError when
         the page table is too short or the state is missing.
@@ -99,7 +114,7 @@ class PrefillTicket:
         target = self.targets[self.pushed : ready]
         if len(source) != len(target):
             raise ValueError(f"{tokens_done} tokens are computed, but the page table has {len(pages)} pages")
-        batches = [Batch(PAGE_POOL, source, target)] if len(target) else []
+        batches = _from_cache(source, target, first + self.pushed, cached) if len(target) else []
         self.pushed = max(self.pushed, ready)
         if grant.verify:
             self.sources.append(source)
@@ -107,8 +122,8 @@ class PrefillTicket:
             if state_slot < 0:
                 raise ValueError("the prompt is computed, but no state slot was given to push")
             self.state_pushed, self.state_source = True, state_slot
-            slots = (np.array([slot], dtype=np.uint32) for slot in (state_slot, grant.state_slot))
-            batches.append(Batch(STATE_POOL, *slots))
+            here, there = (np.array([slot], dtype=np.uint32) for slot in (state_slot, grant.state_slot))
+            batches.append(Batch(STATE_POOL, here, there))
         return batches
 
     @property
@@ -163,6 +178,21 @@ class PrefillTicket:
             cached_tokens=self.hand_off.cached_tokens if self.hand_off is not None else 0,
             retry_after_s=self.retry_after_s,
         )
+
+
+def _from_cache(source: _U32, target: _U32, first: int, cached: CachedPages | None) -> list[Batch]:
+    """Batches of pages number `first` and following, in their order."""
+    if cached is None:
+        return [Batch(PAGE_POOL, source, target)]
+    begin = min(max(cached.first - first, 0), len(source))
+    end = min(max(cached.first + len(cached.slots) - first, begin), len(source))
+    slots = cached.slots[begin + first - cached.first : end + first - cached.first]
+    batches = [
+        Batch(PAGE_POOL, source[:begin], target[:begin]),
+        Batch(PAGE_POOL, slots, target[begin:end], True),
+        Batch(PAGE_POOL, source[end:], target[end:]),
+    ]
+    return [batch for batch in batches if len(batch.target)]
 
 
 def ticket_gauges(tickets: Collection[PrefillTicket]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -162,38 +162,28 @@ class Receiver:
         link: LinkKey,
         tokens: int,
         *,
-        token_start: int = 0,
+        keys: Sequence[bytes] = (),
         verify: bool = False,
     ) -> Ticket:
-        """Reserve pages for tokens [token_start, tokens) of a prompt and send the grant. Zero pages are legal.
+        """Reserve what the pool lacks of a prompt of `tokens` tokens, and send the grant. Zero pages are legal.
 
-        `token_start` lies on a page boundary. Raises NoPages (pool or state slots), ShareUsed (the link's share) and
-        LinkLost: the link is not up, or what it holds unproven leaves too little of its share.
+        `keys` name the prompt's full pages: those that the pool has already are not asked for. They are pinned for
+        the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
+        Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or what
+        it holds unproven leaves too little of its share.
         """
         known = self._links.get(link)
         if known is None or known.state != "up":
             raise LinkLost(f"the link to rank {link[1]} of {link[0].hex()[:8]} is not up")
-        if token_start % self._layout.page_tokens or not 0 <= token_start <= tokens:
-            raise ValueError(f"a ticket cannot cover tokens {token_start} to {tokens}")
-        count = self._layout.pages_for(tokens - token_start)
-        share = int(self._share * self._pool.pages)
-        if known.unproven + count > share:
-            # Waiting does not help: these pages come back with the end of the peer, if ever.
-            raise LinkLost(f"{known.unproven} of the link's {share} pages are in quarantine, unproven")
-        if known.held + count > share:
-            raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
-        slots = self._pool.state_slots
-        slot_share = max(1, int(self._share * slots))
-        if slots and known.unproven_slots >= slot_share:
-            raise LinkLost(f"all {slot_share} state slots of the link's share are in quarantine, unproven")
-        if slots and known.held_slots >= slot_share:
-            raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
+        if len(keys) * self._layout.page_tokens > tokens:
+            raise ValueError(f"{tokens} tokens do not fill {len(keys)} pages")
         ticket_id = self._random(16)
         owner = owner_of(ticket_id)
-        pages = self._pool.allocate(owner, count, keep_reserve=True)
+        # Before anything is allocated, which may evict what nobody has pinned.
+        start = len(self._pool.match(owner, keys)) * self._layout.page_tokens
         try:
-            slot = self._pool.allocate_state(owner)
-        except NoPages:
+            pages, slot = self._reserve(known, owner, self._layout.pages_for(tokens - start))
+        except (NoPages, LinkLost):
             self._pool.release(owner)
             raise
         ticket = Ticket(
@@ -202,7 +192,7 @@ class Receiver:
             link=link,
             epoch=known.epoch,
             fence=known.fence,
-            token_start=token_start,
+            token_start=start,
             token_end=tokens,
             pages=np.array(pages, dtype=np.uint32),
             state_slot=slot,
@@ -210,10 +200,12 @@ class Receiver:
             deadline=now + self._ttl_s,
         )
         known.tickets[ticket_id] = ticket
-        known.held += count
+        known.held += len(pages)
         known.held_slots += slot >= 0
         self._effects.append(Send(link, ticket.grant(self._self, self._ttl_s)))
         self.counters["granted"] += 1
+        if start:
+            self.counters["matched_tokens"] += start
         return ticket
 
     def cancel(self, now: float, ticket_id: bytes, reason: str) -> bool:
@@ -301,6 +293,23 @@ class Receiver:
         return known.held if known is not None else 0
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _reserve(self, known: PeerLink, owner: str, count: int) -> tuple[list[int], int]:
+        """`count` pages and a state slot for `owner`, within the link's share; raises as `grant` does."""
+        share = int(self._share * self._pool.pages)
+        if known.unproven + count > share:
+            # Waiting does not help: these pages come back with the end of the peer, if ever.
+            raise LinkLost(f"{known.unproven} of the link's {share} pages are in quarantine, unproven")
+        if known.held + count > share:
+            raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
+        slots = self._pool.state_slots
+        slot_share = max(1, int(self._share * slots))
+        if slots and known.unproven_slots >= slot_share:
+            raise LinkLost(f"all {slot_share} state slots of the link's share are in quarantine, unproven")
+        if slots and known.held_slots >= slot_share:
+            raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
+        pages = self._pool.allocate(owner, count, keep_reserve=True)
+        return pages, self._pool.allocate_state(owner)
 
     def _on_first_token(self, now: float, ticket: Ticket, hand_off: HandOff) -> None:
         if ticket.state is not CeState.GRANTED:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.prefill_ticket import PrefillTicket, ticket_gauges
+from kvrail.transfer.prefill_ticket import CachedPages, PrefillTicket, ticket_gauges
 from kvrail.transfer.ticket_memory import Fate, TicketMemory, refused_call
 from kvrail.transfer.tickets import (
     AbortPrefill,
@@ -189,10 +189,18 @@ class Sender:
         self._fail(now, ticket, reason, status)
 
     def computed(
-        self, now: float, ticket_id: bytes, tokens_done: int, pages: Sequence[int], *, state_slot: int = -1
+        self,
+        now: float,
+        ticket_id: bytes,
+        tokens_done: int,
+        pages: Sequence[int],
+        *,
+        state_slot: int = -1,
+        cached: CachedPages | None = None,
     ) -> None:
         """KV of `tokens_done` prompt tokens stands in the page table `pages` (from token 0); push what is final.
 
+        `cached`: pages that stand in the host cache, pinned there as the others are here, and go out from there.
         `state_slot`: where the sequence's state lies here, given at the latest with the last token.
         """
         ticket = self._tickets.get(ticket_id)
@@ -200,7 +208,7 @@ class Sender:
             self.counters["late_engine_results"] += 1
             return
         try:
-            batches = ticket.next_batches(tokens_done, pages, state_slot, self._layout)
+            batches = ticket.next_batches(tokens_done, pages, state_slot, self._layout, cached)
         except ValueError as error:
             self._fail(now, ticket, str(error), 500)
             return

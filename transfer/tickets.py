@@ -230,13 +230,17 @@ class RenewWriter(NamedTuple):
 
 
 class Push(NamedTuple):
-    """Copy units `source` of this side's pool number `pool` to units `target` of the peer's."""
+    """Copy units `source` of this side's pool number `pool` to units `target` of the peer's.
+
+    `cached`: `source` are slots of the host prefix cache instead, which hold the same kind of units.
+    """
 
     link: LinkKey
     writer: int
     pool: int
     source: npt.NDArray[np.uint32]
     target: npt.NDArray[np.uint32]
+    cached: bool = False
 
 
 class Ring(NamedTuple):

@@ -41,7 +41,7 @@ class WriterBook:
     def push(self, now: float, ticket: PrefillTicket, batch: Batch) -> None:
         """Post units of a pool; the first time also opens the writer."""
         writer = self._open(now, ticket)
-        self._emit(Push(ticket.told[0], writer, batch.pool, batch.source, batch.target))
+        self._emit(Push(ticket.told[0], writer, batch.pool, batch.source, batch.target, batch.cached))
 
     def ring(self, now: float, ticket: PrefillTicket, layout: PageLayout) -> None:
         """The good doorbell behind everything that was pushed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrail.runtime.messages import PeerRank, Sampling
+from kvrail.runtime.messages import CACHE_USED, CacheUse, PeerRank, Sampling
 
 __all__ = ["MEDIA_TYPE", "CancelCall", "PrefillCall", "RankCard", "RanksReply"]
 
@@ -24,6 +24,7 @@ class PrefillCall(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     tokens: bytes
     sampling: Sampling
+    cache: CacheUse = CACHE_USED
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True):

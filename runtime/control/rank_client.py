@@ -24,9 +24,11 @@ from kvrail.runtime.link_board import forget_ended
 from kvrail.runtime.messages import (
     Abort,
     Accepted,
+    CacheFlushed,
     Connect,
     Disconnect,
     Failed,
+    FlushCache,
     Granted,
     LinkReport,
     Output,
@@ -151,6 +153,8 @@ class RankClient:
         self._listeners: list[Callable[[], None]] = []
         self._generating: dict[str, RankRequest[GenerateEvent]] = {}
         self._prefilling: dict[str, RankRequest[PrefillEvent]] = {}
+        self._flushing: dict[int, asyncio.Future[CacheFlushed]] = {}
+        self._flushes = 0
         self._heard_at = 0.0
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
@@ -240,6 +244,26 @@ class RankClient:
         self.links.pop((incarnation, rank), None)
         self.post(Disconnect(incarnation=incarnation, rank=rank, reason=reason))
 
+    async def flush_cache(self, timeout_s: float = 60.0) -> CacheFlushed:
+        """Let the rank forget cached prefixes. Raises Unavailable when it is not ready, goes, or does not answer."""
+        if self.ready is None:
+            raise Unavailable(f"rank {self.rank} is not ready: {self.trouble}", retry_after_s=1.0)
+        self._flushes += 1
+        number = self._flushes
+        answer: asyncio.Future[CacheFlushed] = asyncio.get_running_loop().create_future()
+        self._flushing[number] = answer
+        try:
+            if not self.post(FlushCache(number=number)):
+                raise Unavailable(f"rank {self.rank} cannot be reached", retry_after_s=1.0)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise Unavailable(
+                f"rank {self.rank} did not flush in {timeout_s:g} s", retry_after_s=1.0
+            ) from None
+        finally:
+            del self._flushing[number]
+
     def shutdown(self) -> None:
         """Ask the rank to stop in good order."""
         self.post(Shutdown())
@@ -297,6 +321,9 @@ class RankClient:
             case Accepted() | PrefillDone():
                 if prefilling := self._prefilling.get(message.request_id):
                     prefilling._heard(message)
+            case CacheFlushed():
+                if (flushing := self._flushing.get(message.number)) and not flushing.done():
+                    flushing.set_result(message)
             case Stats():
                 self.stats = message
             case LinkReport():
@@ -349,6 +376,9 @@ class RankClient:
             generating.fail(reason)
         for prefilling in list(self._prefilling.values()):
             prefilling.fail(reason)
+        for flushing in self._flushing.values():
+            if not flushing.done():
+                flushing.set_exception(Unavailable(reason, retry_after_s=1.0))
 
     def _tell(self) -> None:
         for listener in self._listeners:

@@ -9,18 +9,25 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kvrail.runtime.errors import Unavailable
 
-__all__ = ["PeerKey", "PeerView", "RankView", "Route", "affinity_key", "choose", "rendezvous"]
+__all__ = ["PeerKey", "PeerView", "Policy", "RankView", "Route", "affinity_key", "choose", "rendezvous"]
 
 PeerKey = tuple[bytes, int]
+Policy = Literal["affinity", "least-loaded", "prefix"]
+# Requests that whoever holds a prefix may have more than the idlest: beyond, waiting costs more than computing anew.
+_MORE_LOAD = 4
 
 
 class RankView(NamedTuple):
-    """A ready completion rank: requests that it has, how many it takes, and its links that are up."""
+    """A ready completion rank: requests that it has, how many it takes, and its links that are up.
+
+    `held`: pages of this prompt that it is thought to have cached.
+    """
 
     rank: int
     load: int
     limit: int
     links_up: frozenset[PeerKey] = frozenset()
+    held: int = 0
 
 
 class PeerView(NamedTuple):
@@ -31,6 +38,7 @@ class PeerView(NamedTuple):
     url: str
     load: int
     limit: int
+    held: int = 0
 
 
 class Route(NamedTuple):
@@ -58,7 +66,7 @@ def rendezvous(key: bytes, names: Sequence[str]) -> list[int]:
 
 def choose(
     *,
-    policy: Literal["affinity", "least-loaded"],
+    policy: Policy,
     affinity: bytes,
     ranks: Sequence[RankView],
     peers: Sequence[PeerView],
@@ -88,9 +96,14 @@ def choose(
     return None if peer is None else Route(rank.rank, peer)
 
 
-def _pick(policy: str, affinity: bytes, views: Sequence[_View], names: Sequence[str]) -> _View | None:
-    """The first in the affinity order that has room; with least-loaded that order only breaks ties."""
+def _pick(policy: Policy, affinity: bytes, views: Sequence[_View], names: Sequence[str]) -> _View | None:
+    """The first in the affinity order that has room; the other policies use that order only to break ties."""
     open_ = [views[n] for n in rendezvous(affinity, names) if views[n].load < views[n].limit]
-    if not open_:
-        return None
-    return min(open_, key=lambda view: view.load) if policy == "least-loaded" else open_[0]
+    if not open_ or policy == "affinity":
+        return open_[0] if open_ else None
+    idlest = min(open_, key=lambda view: view.load)
+    if policy == "prefix":
+        holder = max(open_, key=lambda view: (view.held, -view.load))
+        if holder.held and holder.load <= idlest.load + _MORE_LOAD:
+            return holder
+    return idlest

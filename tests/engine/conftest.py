@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kit.host_memory import host_cache_over
 from kit.tiny_families import FAMILIES, tiny_random_model
 from kvrail.kernels import linear
 from kvrail.runtime.checkpoint import Checkpoint, open_checkpoint
@@ -21,6 +22,7 @@ from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.engine_protocol import StepOutput
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.page_copier import PageCopier
 from kvrail.transfer.pages import PagePool
 
 VOCABULARY = 997
@@ -36,15 +38,43 @@ def save_tiny(folder: Path, name: str, **changes: Any) -> Path:
 class Rig:
     """An engine with its pool and memory, and the plain way to run it."""
 
-    def __init__(self, model: PagedModel, pages: int, slots: int = 8, **options: Any) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        pages: int,
+        slots: int = 8,
+        *,
+        host_pages: int = 0,
+        host_states: int = 8,
+        state_interval: int = 1,
+        copier: PageCopier | None = None,
+        **options: Any,
+    ) -> None:
         self.model = model
         layout = model.layout
         slots = slots if layout.state_bytes else 0
         self.pool = PagePool(pages if layout.layers else 0, slots)
         self.memory = bytearray(self.pool.pages * layout.page_bytes)
         self.state = bytearray(slots * layout.state_bytes)
+        self.host = None
+        if host_pages:
+            self.host = host_cache_over(
+                self.memory,
+                layout,
+                self.pool,
+                host_pages,
+                copier,
+                state=self.state if slots else None,
+                host_states=host_states,
+                state_interval=state_interval,
+            )
         self.engine = EmbeddedEngine(
-            model, self.pool, self.memory, state_memory=self.state if slots else None, **options
+            model,
+            self.pool,
+            self.memory,
+            state_memory=self.state if slots else None,
+            host_cache=self.host,
+            **options,
         )
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, StepOutput] = {}
@@ -53,6 +83,8 @@ class Rig:
     def step(self) -> list[StepOutput]:
         outputs = self.engine.step()
         self.pool.check()
+        if self.host is not None:
+            self.host.index.check()
         self.steps.append(outputs)
         for output in outputs:
             if output.token is not None:
@@ -89,6 +121,8 @@ class Rig:
         assert self.pool.free_states == self.pool.state_slots
         assert self.engine.load == {"running": 0, "waiting": 0, "waiting_tokens": 0}
         assert not self.engine.has_work
+        if self.host is not None:
+            assert self.host.index.pinned == 0
 
 
 class Models:

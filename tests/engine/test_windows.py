@@ -171,7 +171,8 @@ def test_pages_are_not_reused_without_the_rings_that_belong_to_them(models, prom
         expected = models.expected(one, 12, kind)
         assert rig.generate([one], greedy(12)) == rig.generate([one], greedy(12)) == [expected]
         assert list(rig.finished.values())[-1].cached_tokens == cached
-        assert (rig.pool.cached > 0) is (cached > 0)
+        # Kept all the same: a ticket brings the ring, so it need not bring pages that are here.
+        assert (rig.pool.cached > 0) is (kind != "mistral-window")
         rig.assert_idle()
 
 

@@ -75,6 +75,9 @@ class Server:
             "--model",
             str(model),
         ]
+        if role == "pe" and "--hicache-size-gb" not in flags:
+            # Tests start many: a cache of the usual size would be their largest part.
+            command += ["--hicache-size-gb", "0.06"]
         command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -35,8 +35,10 @@ PAGES, SLOTS, SHARE = 24, 6, 0.5
 class Request:
     """What the CE's caller knows of one request."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, keys: list[bytes]) -> None:
         self.ticket = ticket.id
+        self.keys = keys
+        self.start = ticket.token_start
         self.link = ticket.link
         self.epoch = ticket.epoch
         self.tokens = ticket.token_end
@@ -69,6 +71,8 @@ class World:
         self.calls: list[tuple[int, str, bytes]] = []
         self.sequences: dict[str, dict[int, Any]] = {}
         self.memory: dict[tuple[int, int], Any] = {}
+        # What the page that stands in the prefix cache under a key must hold as long as it stands there.
+        self.content: dict[bytes, Any] = {}
         self.fences: list[Connection] = []
         # Processes that gave cause for pages that only their end can free.
         self.excused: set[Process] = set()
@@ -91,16 +95,21 @@ class World:
 
     # --- what the CE does -------------------------------------------------------------------------------------
 
-    def submit(self, host: int, tokens: int, verify: bool) -> None:
+    def submit(self, host: int, tokens: int, verify: bool, prompt: int) -> None:
+        """`prompt`: prompts of one number begin alike."""
         link = self.hosts[host].key
-        before = self.receiver.held(link)
+        before = self.receiver.held(link), self.pool.shared
+        keys = [bytes([prompt, page]) for page in range(tokens // LAYOUT.page_tokens)]
+        name = f"r{self.minted}"
         try:
-            ticket = self.receiver.grant(self.now, f"r{self.minted}", link, tokens, verify=verify)
+            ticket = self.receiver.grant(self.now, name, link, tokens, keys=keys, verify=verify)
         except (NoPages, LinkLost):
-            assert self.receiver.held(link) == before
+            assert (self.receiver.held(link), self.pool.shared) == before, "a grant that fails keeps nothing"
             return
+        self.seen["matched"] += ticket.token_start > 0
+        self.seen["matched all"] += ticket.token_start == tokens > 0
         assert self.current(host) is not None, "a grant needs a link that is up"
-        self.requests[ticket.request_id] = Request(ticket)
+        self.requests[ticket.request_id] = Request(ticket, keys)
         self.calls.append((host, ticket.request_id, ticket.id))
         self.carry_out()
 
@@ -156,8 +165,8 @@ class World:
         assert landed.pages.tolist() == self.pool.pages_of(landed.owner)
         request.end = "landed"
         name = f"sequence {landed.request_id}"
-        held: dict[int, Any] = {}
-        for index, page in enumerate(landed.pages.tolist()):
+        held = self._matched(request)
+        for index, page in enumerate(landed.pages.tolist(), len(held)):
             assert self.memory.get((0, page)) == (landed.ticket, index), (
                 "a doorbell over KV that is not there"
             )
@@ -165,6 +174,19 @@ class World:
         assert self.memory.get((1, landed.state_slot)) == (landed.ticket, "state")
         self.pool.rename(landed.owner, name)
         self.sequences[name] = held
+        # As an engine does: full pages are never written again, and others may read them.
+        for key, page in list(zip(request.keys, held, strict=False))[request.start // LAYOUT.page_tokens :]:
+            self.pool.share(name, page, key)
+            if page not in self.pool.pages_of(name):
+                self.content[key] = held[page]
+
+    def _matched(self, request: Request) -> dict[int, Any]:
+        """The pages that a request reads, with what they hold: what was computed for the beginning of its prompt."""
+        pages = self.pool.reads_of(owner_of(request.ticket))
+        assert len(pages) == request.start // LAYOUT.page_tokens
+        held = {page: self.memory[(0, page)] for page in pages}
+        assert list(held.values()) == [self.content[key] for key in request.keys[: len(pages)]]
+        return held
 
     def _fall_back(self, name: str, tokens: int) -> None:
         try:
@@ -275,7 +297,13 @@ class World:
         self.pool.check()
         gauges = self.receiver.gauges()
         assert self.pool.quarantined == gauges["quarantined_pages"]
-        assert self.pool.owned == gauges["ticket_pages"] + sum(map(len, self.sequences.values()))
+        written = sum(len(self.pool.pages_of(name)) for name in self.sequences)
+        assert self.pool.owned == gauges["ticket_pages"] + written
+        for name, pages in self.sequences.items():
+            assert {*self.pool.pages_of(name), *self.pool.reads_of(name)} == set(pages)
+        for request in self.requests.values():
+            if not request.end:
+                self._matched(request)
         held: Counter[LinkKey] = Counter()
         for request in self.requests.values():
             owner = owner_of(request.ticket)
@@ -336,7 +364,9 @@ class World:
                 self.hear_of_death(process)
         self.check()
         assert not any(self.receiver.gauges().values()), self.receiver.gauges()
-        assert (self.pool.free, self.pool.free_states) == (PAGES, SLOTS)
+        assert (self.pool.free + self.pool.cached, self.pool.free_states) == (PAGES, SLOTS)
+        self.pool.flush_cache()
+        assert self.pool.free == PAGES
         assert all(request.end for request in self.requests.values())
         assert self.receiver.next_deadline() is None
         for process in self.processes:

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 from hypothesis import given, settings
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from kit.answering import TEMPLATE
 from kit.cluster import serving, wait_until
@@ -35,6 +35,9 @@ ASK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
 class Weather(BaseModel):
     """The weather of a city"""
+
+    # A random model writes white space without end where it may.
+    model_config = ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
 
     city: Literal["Köln", "Rome"]
     days: Literal[1, 2, 3]

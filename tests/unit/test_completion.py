@@ -31,8 +31,9 @@ class Bench:
             self.receiver.link_up(0, key, 1, "worker")
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
-            add=lambda request, tokens, sampling: self.local.append(request),
+            add=lambda request, tokens, sampling, cache: self.local.append(request),
             abort=lambda request: None,
+            prefix_keys=lambda tokens, cache: [],
             has_work=True,
         )
         links: Any = SimpleNamespace(send=lambda key, message: None)

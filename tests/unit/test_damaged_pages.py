@@ -38,6 +38,9 @@ class FakeEngine:
     def adopt(self, sequence_id: str, *_: Any, **__: Any) -> None:
         self.adopted.append(sequence_id)
 
+    def prefix_keys(self, *_: Any) -> list[bytes]:
+        return []
+
 
 class Landing:
     """A CE whose one request lands: three pages over `lane`. `flush`: what the GPU's flush of remote writes does."""

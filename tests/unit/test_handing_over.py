@@ -90,6 +90,7 @@ class Bench:
             layout=LAYOUT,
             vocab_size=100,
             has_work=False,
+            prefix_keys=lambda tokens, cache: [],
             abort=lambda request, choice=None: self.told.append(("abort", choice)),
             adopt=lambda *_, first_tokens, **__: self.adopted.append(dict(first_tokens)),
         )

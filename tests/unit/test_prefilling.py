@@ -57,7 +57,7 @@ class Bench:
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
             stream=7,
-            add=lambda request, tokens, sampling, prefill_only: self.added.append(request),
+            add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
             sequence=lambda request: SequenceState([0, 1], 32, 0),
         )

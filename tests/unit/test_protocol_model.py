@@ -66,11 +66,12 @@ class Protocol(RuleBasedStateMachine):
         tokens=st.integers(0, 18),
         verify=st.booleans(),
         called=st.sampled_from([True, True, False]),
+        prompt=st.integers(0, 3),
     )
-    def submit(self, host: int, tokens: int, verify: bool, called: bool) -> None:
+    def submit(self, host: int, tokens: int, verify: bool, called: bool, prompt: int) -> None:
         """A request gets its grant; its call may be faster or slower than that."""
         waiting = len(self.world.calls)
-        self.world.submit(host, tokens, verify)
+        self.world.submit(host, tokens, verify, prompt)
         if called and len(self.world.calls) > waiting:
             self.call(0)
 
@@ -270,7 +271,7 @@ def walk(seed: int, steps: int) -> World:
         return chance.randrange(limit)
 
     def submit() -> None:
-        machine.submit(some(2), some(19), chance.random() < 0.5, chance.random() < 0.8)
+        machine.submit(some(2), some(19), chance.random() < 0.5, chance.random() < 0.8, some(2))
 
     def compute() -> None:
         finish = chance.choice([None, None, None, None, "length"])
@@ -309,6 +310,8 @@ def test_long_walks_reach_everything() -> None:
         seen += sum((process.sender.counters for process in world.processes), Counter[str]())
     expected = {
         "put": 2000,
+        "matched": 200,
+        "matched all": 50,
         "FirstTokenReady": 500,
         "Landed": 400,
         "Lost": 300,

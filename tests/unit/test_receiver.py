@@ -110,16 +110,50 @@ def test_a_grant_names_pages_ranks_epoch_and_range() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(grant), type=Grant) == grant
 
 
-def test_a_ticket_may_cover_only_the_missing_part_or_nothing() -> None:
+def shared(bench: Bench, keys: list[bytes]) -> list[int]:
+    """Pages that an earlier request has left in the prefix cache."""
+    pages = bench.pool.allocate("earlier", len(keys))
+    for page, key in zip(pages, keys, strict=True):
+        bench.pool.share("earlier", page, key)
+    bench.pool.release("earlier")
+    return pages
+
+
+def test_a_ticket_asks_only_for_what_the_pool_lacks() -> None:
     bench = Bench()
-    assert len(bench.ledger.grant(0, "r", PE, 10, token_start=8).pages) == 1
-    nothing = bench.ledger.grant(0, "r", PE, 8, token_start=8)
-    bench.take(Send)
-    bench.say(bell(nothing.id, token_start=8, end=8))
+    known = shared(bench, [b"0", b"1"])
+    part = bench.ledger.grant(0, "r", PE, 11, keys=[b"0", b"?"])
+    assert (part.token_start, part.token_end, len(part.pages)) == (4, 11, 2)
+    # All of it: nothing is to be pushed, and still a doorbell must come.
+    whole = bench.ledger.grant(0, "s", PE, 8, keys=[b"0", b"1"])
+    assert (whole.token_start, whole.token_end, len(whole.pages)) == (8, 8, 0)
+    assert [unpack_u32(send.message.pages).tolist() for send in bench.take(Send)] == [part.pages.tolist(), []]
+    assert (bench.pool.shared, bench.pool.cached, bench.ledger.held(PE)) == (2, 0, 2)
+    bench.say(bell(whole.id, token_start=8, end=8))
     (landed,) = bench.take(Landed)
-    assert landed.pages.tolist() == []
-    with pytest.raises(ValueError, match="cannot cover"):
-        bench.ledger.grant(0, "r", PE, 10, token_start=6)
+    assert (landed.pages.tolist(), bench.pool.reads_of(landed.owner)) == ([], known)
+    bench.pool.rename(landed.owner, "s")
+    bench.ledger.cancel(1, part.id, "client left")
+    # What it read nobody writes: only what it was to be written into is in quarantine.
+    assert (bench.pool.reads_of("s"), bench.pool.quarantined, bench.pool.shared) == (known, 2, 2)
+    bench.say(quiesced(part.id))
+    bench.pool.release("s")
+    assert (bench.pool.cached, bench.pool.free) == (2, 38)
+    with pytest.raises(ValueError, match="do not fill"):
+        bench.ledger.grant(0, "r", PE, 7, keys=[b"0", b"1"])
+
+
+def test_what_a_grant_matched_is_not_evicted_for_what_it_lacks() -> None:
+    bench = Bench(pages=10, link_share=1.0)
+    known = shared(bench, [b"0", b"1"])
+    bench.pool.allocate("other", 6)
+    with pytest.raises(NoPages):
+        bench.ledger.grant(0, "r", PE, 12, keys=[b"0", b"1"])
+    assert (bench.pool.cached, bench.pool.owners()) == (2, ["other"]), "a grant that fails keeps nothing"
+    bench.pool.release("other")
+    ticket = bench.ledger.grant(0, "r", PE, 32, keys=[b"0", b"1"])
+    assert not set(known) & set(ticket.pages.tolist())
+    assert bench.pool.free == 2
 
 
 def test_a_good_doorbell_gives_the_pages_to_the_caller_once() -> None:
@@ -483,7 +517,8 @@ def test_slots_that_nobody_can_prove_quiet_send_requests_elsewhere() -> None:
 
 def test_a_ticket_without_pages_holds_its_slot_until_proof() -> None:
     bench = Bench("process", slots=4)
-    ticket = bench.ledger.grant(0, "r", PE, 8, token_start=8)
+    shared(bench, [b"0", b"1"])
+    ticket = bench.ledger.grant(0, "r", PE, 8, keys=[b"0", b"1"])
     bench.take(Send)
     bench.ledger.cancel(1, ticket.id, "left")
     bench.take(Send)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,20 +46,21 @@ def test_the_youngest_that_may_is_the_victim() -> None:
 def test_page_names_chain() -> None:
     tokens = np.arange(64, dtype=np.uint32)
     keys: list[bytes] = []
-    extend_keys(keys, b"model", tokens, 16, 2)
-    extend_keys(keys, b"model", tokens, 16, 4)
+    extend_keys(keys, b"model", tokens[:32], 16)
+    extend_keys(keys, b"model", tokens[32:], 16)
     whole: list[bytes] = []
-    extend_keys(whole, b"model", tokens, 16, 4)
+    extend_keys(whole, b"model", tokens, 16)
     assert keys == whole
     assert len(set(keys)) == 4
 
     changed = tokens.copy()
     changed[20] += 1
     other: list[bytes] = []
-    extend_keys(other, b"model", changed, 16, 4)
+    extend_keys(other, b"model", changed, 16)
     assert [a == b for a, b in zip(keys, other, strict=True)] == [True, False, False, False]
     elsewhere: list[bytes] = []
-    extend_keys(elsewhere, b"other", tokens, 16, 1)
+    extend_keys(elsewhere, b"other", tokens, 16)
     assert elsewhere[0] != keys[0]
-    with pytest.raises(ValueError, match="not full"):
-        extend_keys([], b"model", tokens[:15], 16, 1)
+    none: list[bytes] = []
+    extend_keys(none, b"model", tokens[:15], 16)
+    assert none == [], "only full pages have names"

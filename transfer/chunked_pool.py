@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host pool of any size in chunks: allocated and registered one by one, with progress; nobody imports it.
+
+One call for tens of GiB blocks for seconds without a word, and registration has limits of its own. Whoever copies
+or pushes asks `spans` which chunk a unit lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.transfer.memory import HostPool, OutOfMemory, available_bytes
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["ChunkedPool", "Span"]
+
+_CHUNK_BYTES = 1 << 30
+_U32 = npt.NDArray[np.uint32]
+
+
+class Span(NamedTuple):
+    """Units of one chunk: its `address`, `units` counted from there, and `where` they stood in the question."""
+
+    address: int
+    units: _U32
+    where: npt.NDArray[np.intp]
+
+
+class ChunkedPool:
+    """`units` units of `unit_bytes` bytes each, zero-filled and registered with UCX."""
+
+    def __init__(
+        self,
+        context: _ucx.Context,
+        *,
+        units: int,
+        unit_bytes: int,
+        name: str,
+        progress: Callable[[float], None] | None = None,
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
+        """`progress` hears the share that is done. Raises OutOfMemory, with nothing kept."""
+        self.units = units
+        self.unit_bytes = unit_bytes
+        self.nbytes = units * unit_bytes
+        self._per_chunk = max(1, chunk_bytes // unit_bytes)
+        self._chunks: list[HostPool] = []
+        # Said before gigabytes have been taken from everybody else.
+        if self.nbytes > available_bytes():
+            raise OutOfMemory(
+                f"pool {name} needs {self.nbytes >> 20} MiB of memory and the host has "
+                f"{available_bytes() >> 20} MiB available"
+            )
+        try:
+            for first in range(0, units, self._per_chunk):
+                count = min(self._per_chunk, units - first)
+                self._chunks.append(HostPool(context, units=count, unit_bytes=unit_bytes, name=name))
+                if progress is not None:
+                    progress((first + count) / units)
+        except BaseException:
+            self.close()
+            raise
+        self._addresses = np.array([chunk.address for chunk in self._chunks], dtype=np.uint64)
+
+    @property
+    def backing(self) -> str:
+        """Which pages the kernel gave for the first chunk."""
+        return self._chunks[0].backing
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each chunk, for whoever must pin them for a device."""
+        return [(chunk.address, chunk.nbytes) for chunk in self._chunks]
+
+    def addresses(self, units: _U32) -> npt.NDArray[np.uint64]:
+        """Where each unit begins."""
+        chunk, rest = np.divmod(units.astype(np.int64), self._per_chunk)
+        found: npt.NDArray[np.uint64] = self._addresses[chunk] + (rest * self.unit_bytes).astype(np.uint64)
+        return found
+
+    def spans(self, units: _U32) -> Iterator[Span]:
+        """`units` by chunk, in the order of the chunks; within one in the order of the question."""
+        chunk, rest = np.divmod(units, np.uint32(self._per_chunk))
+        for number in np.unique(chunk):
+            where = np.flatnonzero(chunk == number)
+            yield Span(self._chunks[int(number)].address, rest[where], where)
+
+    def close(self) -> None:
+        """Unregister and unmap all chunks; the rules of HostPool.close hold."""
+        for chunk in self._chunks:
+            chunk.close()
