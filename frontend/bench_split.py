@@ -118,8 +118,9 @@ def main(
     answer_tokens: Annotated[int, typer.Option(min=2, help="replay: tokens of an answer")] = 64,
     routing: Annotated[str, typer.Option(help="replay: routings")] = "affinity,least-loaded",
     host_cache_gb: Annotated[
-        str, typer.Option(help="replay: sizes of the host cache of a rank, 0: none")
-    ] = "0,8",
+        str | None,
+        typer.Option(help="replay: GiB of the host cache of each rank (default: 0,8; 0,0.25 on CPUs)"),
+    ] = None,
     kv_gb: Annotated[
         float | None,
         typer.Option(help="GiB for pages of an engine that is alone (default: the engine's own)"),
@@ -209,7 +210,7 @@ def main(
                 kv_gb=kv_gb,
                 kv_gb_shared=kv_gb_shared,
                 routing=routing.split(","),
-                host_cache_gb=host_cache_gb.split(","),
+                host_cache_gb=(host_cache_gb or ("0,0.25" if everything.first is None else "0,8")).split(","),
             )
             trouble = campaign.run()
     finally:

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,14 @@ from kvrail.frontend.split_bench.handover import handover_part
 from kvrail.frontend.split_bench.parts import load_part, mixed_part, push_part
 from kvrail.frontend.split_bench.replay import replay_part
 from kvrail.frontend.split_bench.runner import Clock, Runner, Settings
-from kvrail.runtime.config import LaunchConfig
 
-__all__ = ["LIMITS", "Campaign"]
+__all__ = ["LIMITS", "Campaign", "too_long"]
 
 # Seconds of each part, in the order in which they run.
 LIMITS = {"load": 300.0, "push": 90.0, "mixed": 180.0, "handover": 120.0, "replay": 300.0}
 _TOGETHER = {"load": load_part, "push": push_part, "mixed": mixed_part, "handover": handover_part}
+# Host cache and routing of the engines of all parts but the replay.
+_PLAIN = ("0", "least-loaded")
 _SHARED_GPU_GB, _SHARED_CPU_GB = 16.0, 0.25
 
 
@@ -50,42 +50,47 @@ class Campaign:
     def run(self) -> str:
         """Run the parts that have a limit; returns what went wrong with the engines, "" when nothing did."""
         try:
-            alone = [name for name in self._chosen(_TOGETHER) if name == "load" and self._on_gpus]
+            alone = [name for name in self._chosen if name == "load" and self._on_gpus]
             for name in alone:
                 share = self.limits_s[name] / len(self.plans)
                 for plan in self.plans:
                     with self._running([plan], alone=True) as engines:
                         _TOGETHER[name](engines, self.settings, self.runner, Clock(share))
-            together = [name for name in self._chosen(_TOGETHER) if name not in alone]
+            together = [name for name in self._chosen if name not in alone]
+            replays = self._replays()
             if together:
                 with self._running(self.plans) as engines:
                     for name in together:
                         _TOGETHER[name](engines, self.settings, self.runner, Clock(self.limits_s[name]))
-            if "replay" in self.limits_s:
-                self._replay()
+                    if _PLAIN in replays:
+                        self._replay(engines, *_PLAIN)
+                        replays.remove(_PLAIN)
+            for cache_gb, routing in replays:
+                with self._running(self.plans, cache_gb=cache_gb, routing=routing) as engines:
+                    self._replay(engines, cache_gb, routing)
         except LaunchFailed as error:
             return str(error)
         except httpx.HTTPError as error:
             return f"an engine does not answer any more: {error!r}; logs in {self.logs}"
         return ""
 
-    def _replay(self) -> None:
-        launches = list(
-            itertools.product(self.host_cache_gb if _host_cache_exists() else ["0"], self.routing)
-        )
-        for cache_gb, routing in launches:
-            with self._running(self.plans, routing=routing, cache_gb=cache_gb) as engines:
-                clock = Clock(self.limits_s["replay"] / len(launches))
-                replay_part(
-                    engines, self.settings, self.runner, clock, routing=routing, host_cache_gb=cache_gb
-                )
+    def _replays(self) -> list[tuple[str, str]]:
+        """(host cache, routing) of every launch that is to be replayed."""
+        if "replay" not in self.limits_s:
+            return []
+        return list(itertools.product(self.host_cache_gb, self.routing))
+
+    def _replay(self, engines: Sequence[Engine], cache_gb: str, routing: str) -> None:
+        clock = Clock(self.limits_s["replay"] / len(self._replays()))
+        replay_part(engines, self.settings, self.runner, clock, routing=routing, host_cache_gb=cache_gb)
 
     @property
     def _on_gpus(self) -> bool:
         return self.plans[0].ce.first is not None
 
-    def _chosen(self, names: Mapping[str, object]) -> list[str]:
-        return [name for name in names if name in self.limits_s]
+    @property
+    def _chosen(self) -> list[str]:
+        return [name for name in _TOGETHER if name in self.limits_s]
 
     @contextlib.contextmanager
     def _running(
@@ -93,8 +98,8 @@ class Campaign:
         plans: Sequence[Plan],
         *,
         alone: bool = False,
-        routing: str = "least-loaded",
-        cache_gb: str = "0",
+        cache_gb: str = _PLAIN[0],
+        routing: str = _PLAIN[1],
     ) -> Iterator[list[Engine]]:
         most = max(self.settings.concurrency) if "load" in self.limits_s else 1
         most = max(most, self.settings.mixed_streams, self.settings.conversations)
@@ -117,39 +122,30 @@ class Campaign:
             flags=(*flags, *self.flags),
             pe_flags=self.pe_flags,
             ce_flags=self.ce_flags,
-            prefill_flags=("--hicache-size-gb", cache_gb) if _host_cache_exists() else (),
+            prefill_flags=("--hicache-size-gb", cache_gb),
             logs=self.logs,
             within_s=self.start_within_s,
             say=self.runner.say,
         ) as engines:
-            _refuse_what_is_too_long(engines, self.settings, self.limits_s)
+            for engine in engines:
+                card = httpx.get(f"{engine.url}/v1/models", timeout=30, trust_env=False).json()["data"][0]
+                if why := too_long(card["max_model_len"], self.settings, self.limits_s):
+                    raise LaunchFailed(f"{engine.name} {why}")
             yield engines
             self.runner.say("stopping " + ", ".join(engine.name for engine in engines))
 
 
-def _host_cache_exists() -> bool:
-    return any(field.name == "hicache_size_gb" for field in dataclasses.fields(LaunchConfig))
-
-
-def _refuse_what_is_too_long(
-    engines: Sequence[Engine], settings: Settings, chosen: Mapping[str, float]
-) -> None:
-    """Say at once which length the model does not take. Raises LaunchFailed."""
+def too_long(most: int, settings: Settings, chosen: Collection[str]) -> str:
+    """Which chosen part wants more than `most` tokens, prompt and answer, and what to do; "" when none does."""
+    mixed = max(settings.mixed_in + settings.mixed_out, settings.mixed_long_in + 1)
     wanted = {
-        "load": ("--in, --out", settings.tokens_in + settings.tokens_out),
+        "load": ("--in or --out", settings.tokens_in + settings.tokens_out),
         "push": ("--push-in", settings.push_in + 2),
-        "mixed": (
-            "--mixed-long-in",
-            max(settings.mixed_in + settings.mixed_out, settings.mixed_long_in + 1),
-        ),
+        "mixed": ("--mixed-long-in", mixed),
         "handover": ("--handover-in", max(settings.handover_in) + 4),
     }
-    for engine in engines:
-        card = httpx.get(f"{engine.url}/v1/models", timeout=30, trust_env=False).json()["data"][0]
-        for part in wanted.keys() & chosen.keys():
-            flag, tokens = wanted[part]
-            if tokens > card["max_model_len"]:
-                raise LaunchFailed(
-                    f"{engine.name} takes {card['max_model_len']} tokens, prompt and answer; {part} wants {tokens}: "
-                    f"give {flag} less, or choose other --parts"
-                )
+    for part, (flag, tokens) in wanted.items():
+        if part in chosen and tokens > most:
+            what = f"takes {most} tokens, prompt and answer; {part} wants {tokens}"
+            return f"{what}: give {flag} less, or choose other --parts"
+    return ""

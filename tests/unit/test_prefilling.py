@@ -59,6 +59,7 @@ class Bench:
             stream=7,
             add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
+            release=lambda request: None,
             sequence=lambda request: SequenceState([0, 1], 32, 0),
         )
         links: Any = SimpleNamespace(

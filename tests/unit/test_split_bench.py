@@ -7,10 +7,11 @@ import dataclasses
 
 import pytest
 
+from kvrail.frontend.split_bench.campaign import too_long
 from kvrail.frontend.split_bench.charts import charts
 from kvrail.frontend.split_bench.engines import plans
 from kvrail.frontend.split_bench.places import Places, read_places
-from kvrail.frontend.split_bench.runner import in_turn, was_cut
+from kvrail.frontend.split_bench.runner import Settings, in_turn, was_cut
 from kvrail.frontend.split_bench.watch import Carried, Link, Links, added
 
 LINK = Link(0, 0, "peer/cuda_ipc kernel", "cuda", 200.0, "", 0, 0, 0, 0)
@@ -80,3 +81,11 @@ def test_charts_leave_out_what_was_cut() -> None:
     assert chart.lines == {"split 1+1": [(20.0, 700.0), (50.0, 700.0)]}
     assert chart.ticks == [20.0, 50.0]
     assert not charts([{**row, "errors": 1}], "GPU")
+
+
+def test_lengths_that_the_model_does_not_take() -> None:
+    settings = Settings(4096, 256, (1,), 2, 900, 1, 1, 1, 512, 256, 700, 1, (128, 990), 1, 1, 1, 1, 1, 1, 2)
+    assert "load wants 4352: give --in or --out less" in too_long(1000, settings, {"load", "push"})
+    assert "handover wants 994" in too_long(993, settings, {"push", "mixed", "handover"})
+    assert "mixed wants 768" in too_long(767, settings, {"mixed"})
+    assert not too_long(994, settings, {"push", "mixed", "handover", "replay"})
