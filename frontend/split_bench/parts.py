@@ -71,6 +71,9 @@ def push_part(engines: Sequence[Engine], settings: Settings, runner: Runner, clo
     carried: list[Carried] = []
     for turn, engine in _rounds(engines):
         runner.say(f"push: {engine.name}, round {turn + 1} of {_ROUNDS}")
+        if clock.left_s <= 0:
+            rows[engine.name]["cut"] = True
+            continue
         ranks = engine.plan.prefill_ranks
         requests = max(1, settings.push_requests * ranks // _ROUNDS)
         # Two tokens: a request that ends with its first needs no pages.
@@ -87,13 +90,14 @@ def push_part(engines: Sequence[Engine], settings: Settings, runner: Runner, clo
     for engine in engines:
         row = rows[engine.name]
         errors = row.pop("errors", [])
-        tokens, seconds = (sum(column) for column in zip(*found[engine.name], strict=True))
+        tokens, seconds = sum(done for done, _ in found[engine.name]), sum(s for _, s in found[engine.name])
+        rate = tokens / seconds / engine.plan.prefill_ranks if seconds else 0.0
         row |= {
             "in": settings.push_in,
             "errors": len(errors),
             "error_messages": errors[:3],
-            "cut": was_cut(errors),
-            "prompt_tok_per_s_rank": round(tokens / seconds / engine.plan.prefill_ranks, 1),
+            "cut": bool(row.get("cut")) or was_cut(errors),
+            "prompt_tok_per_s_rank": round(rate, 1),
         }
         if engine.pe is not None and carried:
             row["carried"] = added(carried).record()

@@ -24,6 +24,7 @@ from kvrail.frontend.split_bench.runner import Clock, Row, Runner, Settings, was
 __all__ = ["replay_part"]
 
 _PATH = "/v1/chat/completions"
+_GOOD = b"HTTP/1.1 200"
 
 
 def replay_part(
@@ -106,7 +107,8 @@ async def _converse(
         )
         left_s = max(0.1, deadline - time.monotonic())
         recorded.append(await post(target, _PATH, body, f"turn {turn + 1}", within_s=left_s))
-        if recorded[-1].error:
+        pieces = recorded[-1].pieces
+        if recorded[-1].error or not pieces or not pieces[0][1].startswith(_GOOD):
             break
         # The answer as it was written down, and what the tool said: short turns.
         messages += [

@@ -76,11 +76,12 @@ def _mixed(rows: Sequence[Row], settings: Settings, device: str) -> str:
 def _push(rows: Sequence[Row], settings: Settings, device: str) -> str:
     heads = ["engine", f"prompt tok/s per {device} that prefills", "against the split", "failed"]
     split = next((row for row in rows if "carried" in row), None)
+    whole = [row for row in rows if not row["errors"] and not row["cut"]]
     cells = []
     for row in rows:
         rate = row["prompt_tok_per_s_rank"]
         against = "-"
-        if split is not None and row is not split and rate:
+        if split in whole and row in whole and split is not None and row is not split:
             # Everything that the split does besides counts, not only the copies.
             against = f"the split is {100 * (split['prompt_tok_per_s_rank'] / rate - 1):+.1f} %"
         cells.append([row["engine"], f"{rate:,.0f}", against, _failed(row)])

@@ -117,7 +117,8 @@ def test_every_part(flags: list[str], tmp_path: Path) -> None:
 def test_a_part_stops_when_its_time_is_over(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     launch = ("--routing", "affinity", "--host-cache-gb", "0.05")
-    limits = ("--limits", "replay=1", "--turns", "100", "--turn-words", "2")
+    # No engine writes 350 tokens in that time.
+    limits = ("--limits", "replay=0.2", "--answer-tokens", "350")
     process, environment = start(*flags, *launch, "--parts", "replay", *limits, "--json", str(out))
     said, _ = process.communicate(timeout=200)
     # No engine failed: that all is not measured is in the table.

@@ -11,6 +11,7 @@ from kvrail.frontend.split_bench.campaign import too_long
 from kvrail.frontend.split_bench.charts import charts
 from kvrail.frontend.split_bench.engines import plans
 from kvrail.frontend.split_bench.places import Places, read_places
+from kvrail.frontend.split_bench.report import markdown
 from kvrail.frontend.split_bench.runner import Settings, in_turn, was_cut
 from kvrail.frontend.split_bench.watch import Carried, Link, Links, added
 
@@ -89,3 +90,16 @@ def test_lengths_that_the_model_does_not_take() -> None:
     assert "handover wants 994" in too_long(993, settings, {"push", "mixed", "handover"})
     assert "mixed wants 768" in too_long(767, settings, {"mixed"})
     assert not too_long(994, settings, {"push", "mixed", "handover", "replay"})
+
+
+def test_a_rate_that_came_with_errors_is_compared_with_nothing() -> None:
+    settings = Settings(64, 8, (1,), 2, 900, 1, 1, 1, 32, 8, 700, 1, (128,), 1, 1, 1, 1, 1, 1, 2)
+    carried = Carried(2.0, (link(0, 0, bytes=1e9, tickets=1, unhidden_s=0.001),)).record()
+    row = {"part": "push", "errors": 0, "cut": False}
+    split = {**row, "engine": "split 1+1", "prompt_tok_per_s_rank": 90.0, "carried": carried}
+    single = {**row, "engine": "single 1", "prompt_tok_per_s_rank": 100.0}
+    assert "the split is -10.0 %" in markdown([split, single], settings, "GPU")
+    assert "hidden: 80 %" in markdown([split, single], settings, "GPU")
+    for bad in ({"errors": 3}, {"cut": True}):
+        assert "the split is" not in markdown([split, {**single, **bad}], settings, "GPU")
+        assert "the split is" not in markdown([{**split, **bad}, single], settings, "GPU")
