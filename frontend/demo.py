@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,8 +28,8 @@ from rich.table import Table
 
 from kvrail.frontend.check_identity import Report, check, make_prompts, pages_received
 from kvrail.frontend.demo_gpus import Devices, look
+from kvrail.frontend.launched import Launched, LaunchFailed, free_port
 from kvrail.runtime.checkpoint import cache_dir, convert_gguf
-from kvrail.runtime.config import child_environment
 
 __all__ = ["fetch_model", "main"]
 
@@ -77,67 +75,6 @@ def fetch_model(progress: Progress) -> Path:
         convert_gguf(gguf, folder, converted)
     progress.remove_task(task)
     return folder
-
-
-def _free_port(wanted: int) -> int:
-    """`wanted` when nothing listens there, else any free port."""
-    for port in (wanted, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
-    _fail("no free port on loopback")
-
-
-class Role:
-    """One `runtime launch` of the demo: a process whose log goes to a file."""
-
-    def __init__(self, role: str, port: int, logs: Path, *flags: str) -> None:
-        self.role, self.url, self.log = role, f"http://127.0.0.1:{port}", logs / f"{role}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kvrail.frontend.cli",
-                    "launch",
-                    "--role",
-                    role,
-                    "--port",
-                    str(port),
-                    *flags,
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment(OMP_NUM_THREADS="1"),
-                start_new_session=True,
-            )
-
-    def wait_ready(self, deadline: float) -> None:
-        """Return when /ready answers 200; fail with the log's end when the process dies or time is up."""
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
-                    return
-            time.sleep(0.2)
-        self.fail("did not become ready")
-
-    def fail(self, what: str) -> NoReturn:
-        """End the demo with the end of this role's log."""
-        _fail(f"the {self.role} {what}; its log, {self.log}, ends with:\n" + self.log.read_text()[-3000:])
-
-    def stop(self) -> None:
-        """SIGTERM, which ends the whole role; SIGKILL only when that was ignored."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
 
 
 def _ask(url: str, question: str, max_tokens: int) -> dict[str, Any]:
@@ -211,28 +148,28 @@ def _devices(wanted: str, lane: str) -> Devices:
 
 def _start(
     model: Path, lane: str, dtype: str, devices: Devices, logs: Path, stack: contextlib.ExitStack
-) -> tuple[Role, Role]:
+) -> tuple[Launched, Launched]:
     """A PE and a CE on loopback; closing `stack` stops both, whatever happens."""
-    pe_port, ce_port = _free_port(8889), _free_port(8888)
+    pe_port, ce_port = free_port(8889), free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
-    pe = Role("pe", pe_port, logs, "--device", devices.pe, *common)
+    pe = Launched("pe", pe_port, logs, "--device", devices.pe, *common)
     stack.callback(pe.stop)
-    ce = Role("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common)
+    ce = Launched("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common)
     stack.callback(ce.stop)
     # First of all: a second ctrl-C must not leave one of them behind.
     stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
     return pe, ce
 
 
-def _wait_for_link(ce: Role, deadline: float) -> dict[str, Any]:
+def _wait_for_link(ce: Launched, deadline: float) -> dict[str, Any]:
     """The CE's /lanes once a link is up."""
     while time.monotonic() < deadline:
         lanes: dict[str, Any] = httpx.get(f"{ce.url}/lanes", timeout=5).json()
         if any(link["state"] == "up" for link in lanes["links"]):
             return lanes
         time.sleep(0.1)
-    ce.fail("has no link to the PE")
+    raise ce.failed("has no link to the PE")
 
 
 def main(
@@ -245,10 +182,17 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, or GPUs where they serve (auto)")] = "auto",
 ) -> None:
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
-    began = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # As by ctrl-C: the servers are stopped on the way out.
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        _run(keep, lane, question, dtype, device)
+    except LaunchFailed as error:
+        _fail(str(error))
+
+
+def _run(keep: bool, lane: str, question: str, dtype: str, device: str) -> None:
+    began = time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="kvrail-demo-logs-"))
     bars = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
@@ -302,11 +246,11 @@ def _ready_within_s(devices: Devices) -> float:
     return READY_WITHIN_S if devices.ce == "cpu" else GPU_READY_WITHIN_S
 
 
-def _compare(model: Path, dtype: str, devices: Devices, ce: Role, page_tokens: int, logs: Path) -> Report:
+def _compare(model: Path, dtype: str, devices: Devices, ce: Launched, page_tokens: int, logs: Path) -> Report:
     """Ask a single engine, started for this, and the CE the same; both loaded the same weights in the same type."""
     flags = ["--model", str(model), "--dtype", dtype, "--max-model-len", "2048", "--kv-memory-gb", "0.5"]
     flags += ["--device", devices.ce]
-    single = Role("single", _free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
+    single = Launched("single", free_port(8890), logs, "--served-model-name", MODEL_NAME, *flags)
     try:
         with say.status("loading the model into a single engine"):
             single.wait_ready(time.monotonic() + _ready_within_s(devices))
@@ -332,7 +276,7 @@ async def _pages(url: str) -> float:
         return await pages_received(client, None, beyond=0.0)
 
 
-def _say_kept(pe: Role, ce: Role, logs: Path) -> None:
+def _say_kept(pe: Launched, ce: Launched, logs: Path) -> None:
     """What a person needs to use and to stop the servers that --keep left running."""
     messages = [{"role": "user", "content": "What is rain?"}]
     body = json.dumps({"model": MODEL_NAME, "messages": messages, "max_tokens": 40, "temperature": 0})

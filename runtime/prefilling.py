@@ -102,6 +102,8 @@ class Prefilling:
         self._writers: dict[int, _ucx.Writer] = {}
         # Units that each writer had written when we last looked.
         self._written: dict[int, int] = {}
+        # When each writer's last push and its doorbell were handed over, which is when the prompt was computed.
+        self._rings: dict[int, float] = {}
         # Behind all of the model's work so far; one serves everything that a step has computed.
         self._fence: _ucx.CudaFence | None = None
         self._counters: Counter[str] = Counter()
@@ -163,6 +165,8 @@ class Prefilling:
             case "progress":
                 self._sender.on_progress(now, event.writer)
             case "rung":
+                if event.writer in self._rings:
+                    self._board.count(event.key, unhidden_seconds=now - self._rings.pop(event.writer))
                 self._sender.on_rung(now, event.writer)
             case "quiet":
                 self._sender.on_quiet(now, event.writer, event.ok, event.reason)
@@ -248,6 +252,7 @@ class Prefilling:
                 if pages is not None:
                     bell = self._summed(bell, pages, state_slot)
                 self._writers[writer].ring(encode(bell))
+                self._rings[writer] = now
                 self._board.count(LinkKey(*link), tickets=1)
             case StopWriter(_, writer):
                 if writer in self._writers:
@@ -257,6 +262,7 @@ class Prefilling:
             case DropWriter(_, writer):
                 self._writers.pop(writer, None)
                 self._written.pop(writer, None)
+                self._rings.pop(writer, None)
             case PrefillEnded():
                 self._ended(effect)
 

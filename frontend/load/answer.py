@@ -23,7 +23,7 @@ _SAID = 300
 class Trace:
     """`arrivals`: perf_counter of each chunk with tokens. `error`: empty only for a whole, good answer.
 
-    `tokens`, `prompt_tokens`: from the server's usage; when it sends none, a token a chunk, and 0.
+    `tokens`, `prompt_tokens`, `cached_tokens`: from the server's usage; when it sends none, a token a chunk, and 0.
     """
 
     label: str
@@ -36,6 +36,7 @@ class Trace:
     text: list[str] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     done: bool = False
     hung_up: bool = False
     error: str = ""
@@ -72,9 +73,14 @@ class _Choice(msgspec.Struct):
         )
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -152,6 +158,8 @@ def _read_line(line: bytes, came: float, trace: Trace) -> None:
         return
     if event.usage is not None:
         trace.tokens, trace.prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
+        details = event.usage.prompt_tokens_details
+        trace.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
     if not event.choices or event.choices[0].opens:
         return
     choice = event.choices[0]

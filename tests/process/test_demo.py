@@ -119,11 +119,11 @@ def test_an_answer_without_pushed_pages_is_a_failure(environment: dict[str, str]
 import typer
 from kvrail.frontend import demo
 
-class Local(demo.Role):
+class Local(demo.Launched):
     def __init__(self, role, port, logs, *flags):
         super().__init__(role, port, logs, *flags, *(["--local-prefill", "always"] if role == "ce" else []))
 
-demo.Role = Local
+demo.Launched = Local
 typer.run(demo.main)
 """
     done = subprocess.run(

@@ -23,6 +23,7 @@ from kvrail.transfer.link_events import (
     Probe,
     Proven,
     Received,
+    WriterEvent,
 )
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
@@ -61,6 +62,7 @@ class Bench:
         self.streams: list[int | None] = []
         self.added: list[str] = []
         self.writers: list[Writer] = []
+        self.opened: list[int] = []
         self.beats: list[Beat] = []
         engine: Any = SimpleNamespace(
             layout=LAYOUT,
@@ -94,6 +96,7 @@ class Bench:
 
     def _writer(self, key: LinkKey, writer: int, ttl_s: float) -> Writer:
         self.writers.append(Writer(ttl_s))
+        self.opened.append(writer)
         return self.writers[-1]
 
     def start(self, tokens: int = 32) -> None:
@@ -225,3 +228,14 @@ def test_the_way_of_a_push_is_the_one_that_the_probes_say_is_faster() -> None:
         assert way != slow
         ((_, _, counted),) = bench.role._board.counters()
         assert counted[f"bytes_by_{way}"] == counted["bytes"] == 2 * page
+
+
+def test_what_of_a_push_no_prefill_hides_is_counted() -> None:
+    bench = Bench()
+    bench.start()
+    bench.role.on_step(1, [StepOutput("r", 16, None, None, 0)])
+    bench.role.on_step(2, [StepOutput("r", 32, 9, None, 0)])
+    bench.role.on_link(2.25, WriterEvent(CE, 1, "rung", bench.opened[0], True))
+    ((_, _, counted),) = bench.role._board.counters()
+    assert counted["unhidden_seconds"] == 0.25
+    assert not bench.role._rings
