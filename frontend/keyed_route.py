@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -37,8 +38,8 @@ def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if request.method == "POST" and kind != "application/json":
                     raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
-                if known:
-                    request = _Lenient(request, known, told)
+                if request.method == "POST":
+                    request = _Lenient(request, known, told) if known else _Json(request)
                 return await handle(request)
 
             return guarded
@@ -54,11 +55,31 @@ def _field_names(route: APIRoute) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in shape.model_fields.items())
 
 
-class _Lenient(Request):
+class _Json(Request):
+    """A request whose body is JSON as the standard has it.
+
+    Python's own reader takes NaN, infinities and lone surrogates, and no answer that repeats one could be written.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.scope, request.receive)
+
+    async def json(self) -> Any:
+        try:
+            return msgspec.json.decode(await self.body())
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise HTTPException(
+                400,
+                f"the body is not valid JSON: {error}. It must be UTF-8, without NaN, infinities or lone surrogates, "
+                "and not nested deeply",
+            ) from None
+
+
+class _Lenient(_Json):
     """A request whose body has known fields only. `told`: those that the log has named already."""
 
     def __init__(self, request: Request, known: frozenset[str], told: set[str]) -> None:
-        super().__init__(request.scope, request.receive)
+        super().__init__(request)
         self._known = known
         self._told = told
 

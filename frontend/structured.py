@@ -32,7 +32,7 @@ def _schema(schema: Any) -> Any:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError("is not valid JSON") from None
     if schema is not None and not isinstance(schema, dict):
         raise ValueError("must be a JSON schema")

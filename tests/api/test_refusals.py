@@ -166,6 +166,11 @@ def test_bodies_that_are_no_json_object(stand: Any) -> None:
     refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400, None, "a JSON object")
     refused(at.client.post(CHAT, content=b"", headers=JSON), 400, None, "a JSON object")
     refused(at.client.post(CHAT, content=b"\xff\xfe", headers=JSON), 400)
+    # Python would read these, and fail when it writes an answer that repeats them.
+    for odd in (b'"\\ud800"', b"NaN", b"-Infinity", b"1e400", b"[" * 5000 + b"]" * 5000):
+        for path, field in ((CHAT, "chat_template_kwargs"), ("/v1/responses", "metadata")):
+            body = b'{"messages": [], "input": "a", "%s": {"x": %s}}' % (field.encode(), odd)
+            refused(at.client.post(path, content=body, headers=JSON), 400, None, "not valid JSON")
     good = json.dumps({"messages": HI}).encode()
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         refused(at.client.post(CHAT, content=good, headers=kind), 415, None, "application/json")

@@ -87,6 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"type": "banana"}}, "guided_json", "banana"),
     ({"guided_json": {"type": "object", "not": {}}}, "guided_json", "not"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "not valid JSON"),
     ({"guided_json": [1]}, "guided_json", "JSON schema"),
     ({"guided_choice": []}, "guided_choice", "at least 1"),
     ({"guided_choice": [""]}, "guided_choice[0]", "at least 1"),
