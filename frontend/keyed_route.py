@@ -21,6 +21,10 @@ __all__ = ["keyed_route"]
 
 _log = logging.getLogger(__name__)
 _MOST_TOLD = 256
+# Far more than any conversation with all its tools has, and than any prompt has token ids. The size in bytes is no
+# measure: of what costs time to check, a MiB holds a hundred thousand times as much as of plain text.
+_MOST_FIELDS = 20_000
+_MOST_ELEMENTS = 2_000_000
 
 
 def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute]:
@@ -66,13 +70,40 @@ class _Json(Request):
 
     async def json(self) -> Any:
         try:
-            return msgspec.json.decode(await self.body())
+            found = msgspec.json.decode(await self.body())
         except (msgspec.DecodeError, RecursionError) as error:
             raise HTTPException(
                 400,
                 f"the body is not valid JSON: {error}. It must be UTF-8, without NaN, infinities or lone surrogates, "
                 "and not nested deeply",
             ) from None
+        _check_size(found)
+        return found
+
+
+def _check_size(body: Any) -> None:
+    """Refuse a body of so many small parts that to check each would hold up everybody's streams for seconds."""
+    fields = elements = 0
+    left = [body]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            fields += 1 + len(one)
+            inside = one.values()
+        elif isinstance(one, list):
+            fields += 1
+            elements += len(one)
+            inside = one
+        else:
+            continue
+        if fields <= _MOST_FIELDS and elements <= _MOST_ELEMENTS:
+            left += [part for part in inside if type(part) is dict or type(part) is list]
+        if fields + len(left) > _MOST_FIELDS or elements > _MOST_ELEMENTS:
+            raise HTTPException(
+                413,
+                f"the body has too many parts: at most {_MOST_FIELDS} fields, objects and lists, "
+                f"and {_MOST_ELEMENTS} elements of lists",
+            )
 
 
 class _Lenient(_Json):

@@ -216,6 +216,26 @@ def test_bodies_are_bounded(stand: Any) -> None:
     refused(at.client.post(COMPLETIONS, content=unannounced(), headers=JSON), 413, None, "larger")
 
 
+MANY: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": "a"}] * 100_000}),
+    (CHAT, {"messages": HI, **{f"x{n}": 1 for n in range(100_000)}}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", **{f"x{n}": 1 for n in range(100_000)}}]}),
+    (COMPLETIONS, {"prompt": [[1]] * 100_000}),
+    (COMPLETIONS, {"prompt": [1] * 3_000_000}),
+    ("/detokenize", {"tokens": [1] * 3_000_000}),
+]
+
+
+def test_the_parts_of_a_body_are_bounded(stand: Any) -> None:
+    at = stand(answers(ids("x")), ignore_unknown_fields=True, max_model_len=100_000)
+    for path, body in MANY:
+        refused(at.client.post(path, json=body), 413, None, "too many parts")
+    # What is merely long is not meant.
+    assert at.client.post(COMPLETIONS, json={"prompt": [1] * 90_000}).status_code == 200
+    body = {"messages": [{"role": "user", "content": "{[,]}"}] * 3000}
+    assert at.client.post(CHAT, json=body).status_code == 200
+
+
 def test_prompts_are_bounded(stand: Any) -> None:
     at = stand(answers(ids("x")), max_prompt_tokens=50)
     assert at.client.post(COMPLETIONS, json={"prompt": "a" * 50}).status_code == 200
