@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -89,7 +89,7 @@ def _check_size(body: Any) -> None:
         one = left.pop()
         if isinstance(one, dict):
             fields += 1 + len(one)
-            inside = one.values()
+            inside: Iterable[Any] = one.values()
         elif isinstance(one, list):
             fields += 1
             elements += len(one)
