@@ -25,6 +25,7 @@ _MOST_TOLD = 256
 # measure: of what costs time to check, a MiB holds a hundred thousand times as much as of plain text.
 _MOST_FIELDS = 20_000
 _MOST_ELEMENTS = 2_000_000
+_MOST_MARKS = 1_000_000
 
 
 def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute]:
@@ -69,8 +70,12 @@ class _Json(Request):
         super().__init__(request.scope, request.receive)
 
     async def json(self) -> Any:
+        body = await self.body()
+        # Even to read so many would take seconds. Those in texts count as well; no text that a model takes has so many.
+        if len(body) > _MOST_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > _MOST_MARKS:
+            raise _too_many_parts()
         try:
-            found = msgspec.json.decode(await self.body())
+            found = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise HTTPException(
                 400,
@@ -99,11 +104,15 @@ def _check_size(body: Any) -> None:
         if fields <= _MOST_FIELDS and elements <= _MOST_ELEMENTS:
             left += [part for part in inside if type(part) is dict or type(part) is list]
         if fields + len(left) > _MOST_FIELDS or elements > _MOST_ELEMENTS:
-            raise HTTPException(
-                413,
-                f"the body has too many parts: at most {_MOST_FIELDS} fields, objects and lists, "
-                f"and {_MOST_ELEMENTS} elements of lists",
-            )
+            raise _too_many_parts()
+
+
+def _too_many_parts() -> HTTPException:
+    return HTTPException(
+        413,
+        f"the body has too many parts: at most {_MOST_FIELDS} fields, objects and lists, "
+        f"and {_MOST_ELEMENTS} elements of lists",
+    )
 
 
 class _Lenient(_Json):

@@ -110,6 +110,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ),
     (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty", "less than"),
     (CHAT, {"messages": HI, "top_logprobs": 21}, "top_logprobs", "less than"),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "logprobs"),
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs", "boolean"),
     (COMPLETIONS, {}, "prompt", "is required"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
@@ -230,6 +231,9 @@ def test_the_parts_of_a_body_are_bounded(stand: Any) -> None:
     at = stand(answers(ids("x")), ignore_unknown_fields=True, max_model_len=100_000)
     for path, body in MANY:
         refused(at.client.post(path, json=body), 413, None, "too many parts")
+    # Seen before the body is read, even where they stand in a text.
+    marks = json.dumps({"prompt": "[" * 1_100_000}).encode()
+    refused(at.client.post(COMPLETIONS, content=marks, headers=JSON), 413, None, "too many parts")
     # What is merely long is not meant.
     assert at.client.post(COMPLETIONS, json={"prompt": [1] * 90_000}).status_code == 200
     body = {"messages": [{"role": "user", "content": "{[,]}"}] * 3000}
