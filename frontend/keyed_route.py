@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -20,6 +21,11 @@ __all__ = ["keyed_route"]
 
 _log = logging.getLogger(__name__)
 _MOST_TOLD = 256
+# Far more than any conversation with all its tools has, and than any prompt has token ids. The size in bytes is no
+# measure: of what costs time to check, a MiB holds a hundred thousand times as much as of plain text.
+_MOST_FIELDS = 20_000
+_MOST_ELEMENTS = 2_000_000
+_MOST_MARKS = 1_000_000
 
 
 def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute]:
@@ -37,8 +43,8 @@ def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if request.method == "POST" and kind != "application/json":
                     raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
-                if known:
-                    request = _Lenient(request, known, told)
+                if request.method == "POST":
+                    request = _Lenient(request, known, told) if known else _Json(request)
                 return await handle(request)
 
             return guarded
@@ -54,11 +60,66 @@ def _field_names(route: APIRoute) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in shape.model_fields.items())
 
 
-class _Lenient(Request):
+class _Json(Request):
+    """A request whose body is JSON as the standard has it.
+
+    Python's own reader takes NaN, infinities and lone surrogates, and no answer that repeats one could be written.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.scope, request.receive)
+
+    async def json(self) -> Any:
+        body = await self.body()
+        # Even to read so many would take seconds. Those in texts count as well; no text that a model takes has so many.
+        if len(body) > _MOST_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > _MOST_MARKS:
+            raise _too_many_parts()
+        try:
+            found = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise HTTPException(
+                400,
+                f"the body is not valid JSON: {error}. It must be UTF-8, without NaN, infinities or lone surrogates, "
+                "and not nested deeply",
+            ) from None
+        _check_size(found)
+        return found
+
+
+def _check_size(body: Any) -> None:
+    """Refuse a body of so many small parts that to check each would hold up everybody's streams for seconds."""
+    fields = elements = 0
+    left = [body]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            fields += 1 + len(one)
+            inside: Iterable[Any] = one.values()
+        elif isinstance(one, list):
+            fields += 1
+            elements += len(one)
+            inside = one
+        else:
+            continue
+        if fields <= _MOST_FIELDS and elements <= _MOST_ELEMENTS:
+            left += [part for part in inside if type(part) is dict or type(part) is list]
+        if fields + len(left) > _MOST_FIELDS or elements > _MOST_ELEMENTS:
+            raise _too_many_parts()
+
+
+def _too_many_parts() -> HTTPException:
+    return HTTPException(
+        413,
+        f"the body has too many parts: at most {_MOST_FIELDS} fields, objects and lists, "
+        f"and {_MOST_ELEMENTS} elements of lists",
+    )
+
+
+class _Lenient(_Json):
     """A request whose body has known fields only. `told`: those that the log has named already."""
 
     def __init__(self, request: Request, known: frozenset[str], told: set[str]) -> None:
-        super().__init__(request.scope, request.receive)
+        super().__init__(request)
         self._known = known
         self._told = told
 

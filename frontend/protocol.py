@@ -113,6 +113,8 @@ class ChatRequest(GenerationRequest):
             raise ValueError("tools: two have the same name")
         if self.tool_choice in ("required",) and not names:
             raise ValueError("tool_choice: there are no tools to choose from")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: goes with logprobs: true only")
         if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
             raise ValueError(f"tool_choice: no tool is called {self.tool_choice[0]!r}")
         if self.continue_final_message:

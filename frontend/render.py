@@ -172,7 +172,9 @@ class Renderer:
 
     async def decode(self, tokens: list[int]) -> str:
         """The text of token ids, special ones included."""
-        return str(await asyncio.to_thread(self._tokenizer.decode, tokens, skip_special_tokens=False))
+        # As a batch of one: `decode` keeps the GIL, and so the event loop, for as long as it takes.
+        texts = await asyncio.to_thread(self._tokenizer.decode_batch, [tokens], skip_special_tokens=False)
+        return str(texts[0])
 
 
 def _template_file(file: str | Path) -> str:

@@ -7,6 +7,7 @@ true. A stream that fails later ends with an error event and without [DONE].
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -137,7 +138,11 @@ def openai_routes(
             raise BadRequest(
                 "tool_choice: a call and a form of the answer exclude each other", param="tool_choice"
             )
-        found = ("tools", json_grammar(schema)) if schema is not None else body.grammar()
+        if schema is None and not body.prescribed:
+            return ""
+        found = (
+            ("tools", json_grammar(schema)) if schema is not None else await asyncio.to_thread(body.grammar)
+        )
         if found is None:
             return ""
         await check_grammar(renderer.grammars, found[1], renderer.eos_ids, found[0])

@@ -23,6 +23,8 @@ from kvrail.runtime.grammar import Grammars
 __all__ = ["StructuredFields", "check_grammar", "json_grammar"]
 
 _MOST_CHOICES = 1024
+# Characters of a regular expression or a grammar. To read a long one takes seconds.
+_LONGEST = 1 << 17
 # Longer than any honest grammar takes; a client waits no longer for one.
 _COMPILE_WITHIN_S = 10.0
 
@@ -32,7 +34,7 @@ def _schema(schema: Any) -> Any:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError("is not valid JSON") from None
     if schema is not None and not isinstance(schema, dict):
         raise ValueError("must be a JSON schema")
@@ -64,9 +66,9 @@ class _ResponseFormat(Shape):
 class _StructuredOutputs(Shape):
     # "json" is a method of every shape.
     json_: _Schema = Field(None, alias="json")
-    regex: str | None = None
+    regex: str | None = Field(None, max_length=_LONGEST)
     choice: _Choices | None = None
-    grammar: str | None = None
+    grammar: str | None = Field(None, max_length=_LONGEST)
     json_object: bool | None = None
 
 
@@ -75,9 +77,9 @@ class StructuredFields(SamplingFields):
 
     response_format: _ResponseFormat | None = None
     guided_json: _Schema = None
-    guided_regex: str | None = None
+    guided_regex: str | None = Field(None, max_length=_LONGEST)
     guided_choice: _Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: str | None = Field(None, max_length=_LONGEST)
     structured_outputs: _StructuredOutputs | None = None
 
     @model_validator(mode="after")
@@ -143,7 +145,8 @@ async def check_grammar(grammars: Grammars, grammar: str, eos_ids: list[int], fi
     """Return when the grammar is known to compile. Raises BadRequest, naming `field`."""
     try:
         async with asyncio.timeout(_COMPILE_WITHIN_S):
-            await asyncio.wrap_future(grammars.begin(grammar, eos_ids))
+            # Shielded: others wait for the same one, and whoever asks again must not find it cancelled.
+            await asyncio.shield(asyncio.wrap_future(grammars.begin(grammar, eos_ids)))
     except BadRequest as fault:
         raise BadRequest(f"{field}: {fault.message}", param=field) from None
     except TimeoutError:

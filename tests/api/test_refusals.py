@@ -110,6 +110,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ),
     (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty", "less than"),
     (CHAT, {"messages": HI, "top_logprobs": 21}, "top_logprobs", "less than"),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "logprobs"),
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs", "boolean"),
     (COMPLETIONS, {}, "prompt", "is required"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
@@ -166,6 +167,11 @@ def test_bodies_that_are_no_json_object(stand: Any) -> None:
     refused(at.client.post(CHAT, content=b"[]", headers=JSON), 400, None, "a JSON object")
     refused(at.client.post(CHAT, content=b"", headers=JSON), 400, None, "a JSON object")
     refused(at.client.post(CHAT, content=b"\xff\xfe", headers=JSON), 400)
+    # Python would read these, and fail when it writes an answer that repeats them.
+    for odd in (b'"\\ud800"', b"NaN", b"-Infinity", b"1e400", b"[" * 5000 + b"]" * 5000):
+        for path, field in ((CHAT, "chat_template_kwargs"), ("/v1/responses", "metadata")):
+            body = b'{"messages": [], "input": "a", "%s": {"x": %s}}' % (field.encode(), odd)
+            refused(at.client.post(path, content=body, headers=JSON), 400, None, "not valid JSON")
     good = json.dumps({"messages": HI}).encode()
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         refused(at.client.post(CHAT, content=good, headers=kind), 415, None, "application/json")
@@ -209,6 +215,29 @@ def test_bodies_are_bounded(stand: Any) -> None:
             yield b"a" * 10_000
 
     refused(at.client.post(COMPLETIONS, content=unannounced(), headers=JSON), 413, None, "larger")
+
+
+MANY: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": "a"}] * 100_000}),
+    (CHAT, {"messages": HI, **{f"x{n}": 1 for n in range(100_000)}}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", **{f"x{n}": 1 for n in range(100_000)}}]}),
+    (COMPLETIONS, {"prompt": [[1]] * 100_000}),
+    (COMPLETIONS, {"prompt": [1] * 3_000_000}),
+    ("/detokenize", {"tokens": [1] * 3_000_000}),
+]
+
+
+def test_the_parts_of_a_body_are_bounded(stand: Any) -> None:
+    at = stand(answers(ids("x")), ignore_unknown_fields=True, max_model_len=100_000)
+    for path, body in MANY:
+        refused(at.client.post(path, json=body), 413, None, "too many parts")
+    # Seen before the body is read, even where they stand in a text.
+    marks = json.dumps({"prompt": "[" * 1_100_000}).encode()
+    refused(at.client.post(COMPLETIONS, content=marks, headers=JSON), 413, None, "too many parts")
+    # What is merely long is not meant.
+    assert at.client.post(COMPLETIONS, json={"prompt": [1] * 90_000}).status_code == 200
+    body = {"messages": [{"role": "user", "content": "{[,]}"}] * 3000}
+    assert at.client.post(CHAT, json=body).status_code == 200
 
 
 def test_prompts_are_bounded(stand: Any) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kit.fake_rank import answers
 from kit.tiny_model import END, byte_level_tokenizer
+from kvrail.frontend import structured
+from kvrail.runtime.errors import BadRequest
+from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Submit
 
 TOKENIZER = byte_level_tokenizer()
@@ -87,7 +92,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"type": "banana"}}, "guided_json", "banana"),
     ({"guided_json": {"type": "object", "not": {}}}, "guided_json", "not"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "not valid JSON"),
     ({"guided_json": [1]}, "guided_json", "JSON schema"),
+    ({"guided_grammar": "a" * 200_000}, "guided_grammar", "at most"),
+    ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs.regex", "at most"),
     ({"guided_choice": []}, "guided_choice", "at least 1"),
     ({"guided_choice": [""]}, "guided_choice[0]", "at least 1"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "only one"),
@@ -118,3 +126,31 @@ def test_what_is_refused(stand: Any) -> None:
         assert says in error["message"], error
         assert "<state>" not in error["message"]
     assert not [message for message in at.rank.received if isinstance(message, Submit)]
+
+
+def test_who_gives_up_waiting_for_a_grammar_spoils_it_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def load() -> str:
+        assert go.wait(20)
+        return TOKENIZER.to_str()
+
+    grammars = Grammars(load, 300)
+    first, second = (LLMatcher.grammar_from_regex(text) for text in ("a+", "b+"))
+
+    async def story() -> None:
+        monkeypatch.setattr(structured, "_COMPILE_WITHIN_S", 0.05)
+        # The one that compiles, and one that has not begun.
+        for grammar in (first, second):
+            with pytest.raises(BadRequest, match="too long"):
+                await structured.check_grammar(grammars, grammar, [END], "guided_regex")
+        go.set()
+        monkeypatch.setattr(structured, "_COMPILE_WITHIN_S", 20.0)
+        for grammar in (first, second):
+            await structured.check_grammar(grammars, grammar, [END], "guided_regex")
+
+    try:
+        asyncio.run(story())
+    finally:
+        go.set()
+        grammars.close()
