@@ -6,7 +6,7 @@ Nothing here can steer a transfer: ranks, peers and tickets are chosen by the se
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -74,6 +74,12 @@ class GenerationRequest(StructuredFields):
     # Whether prefixes of this prompt are looked up and kept; only requests of one salt share them.
     prefix_cache: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=_LONGEST_SALT)
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: goes with stream: true only")
+        return self
 
     @property
     def include_usage(self) -> bool:

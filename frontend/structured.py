@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvrail.frontend.chat_shapes import Shape
 from kvrail.frontend.sampling_fields import SamplingFields
-from kvrail.runtime.errors import BadRequest
+from kvrail.runtime.errors import BadRequest, Unavailable
 from kvrail.runtime.grammar import Grammars
 
 __all__ = ["StructuredFields", "check_grammar", "json_grammar"]
@@ -143,11 +143,14 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
 
 async def check_grammar(grammars: Grammars, grammar: str, eos_ids: list[int], field: str) -> None:
     """Return when the grammar is known to compile. Raises BadRequest, naming `field`."""
+    compiling = grammars.begin(grammar, eos_ids)
     try:
         async with asyncio.timeout(_COMPILE_WITHIN_S):
             # Shielded: others wait for the same one, and whoever asks again must not find it cancelled.
-            await asyncio.shield(asyncio.wrap_future(grammars.begin(grammar, eos_ids)))
+            await asyncio.shield(asyncio.wrap_future(compiling))
     except BadRequest as fault:
         raise BadRequest(f"{field}: {fault.message}", param=field) from None
     except TimeoutError:
+        if not (compiling.running() or compiling.done()):
+            raise Unavailable("other grammars are being compiled", retry_after_s=_COMPILE_WITHIN_S) from None
         raise BadRequest(f"{field}: the grammar takes too long to compile", param=field) from None

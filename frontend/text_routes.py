@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
+from fastapi.routing import APIRoute
 from pydantic import Field, model_validator
 
 from kvrail.frontend.chat_shapes import Message, Shape, Tool
@@ -94,10 +95,11 @@ def text_routes(
     async def embeddings() -> Response:
         raise _NotImplemented("embeddings: this server generates text only")
 
-    @router.get("/version")
     async def say_version() -> Response:
         return json_response({"version": _version()})
 
+    # As with the health routes, no key: what asks is a monitor.
+    router.add_api_route("/version", say_version, methods=["GET"], route_class_override=APIRoute)
     return router
 
 

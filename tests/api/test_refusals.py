@@ -73,6 +73,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": HI, "seed": 2**64}, "seed", "less than"),
     (CHAT, {"messages": HI, "stream": "yes"}, "stream", "boolean"),
     (CHAT, {"messages": HI, "stream_options": {"x": 1}}, "stream_options.x", "not a known field"),
+    (CHAT, {"messages": HI, "stream_options": {}}, "stream_options", "stream: true only"),
     (CHAT, {"messages": HI, "stop": ""}, "stop", "empty"),
     (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
     (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
@@ -332,7 +333,7 @@ def test_api_keys_guard_the_openai_routes_only(stand: Any, tmp_path: Path) -> No
         refused(at.client.post(CHAT, json={"surprise": 1}, headers=key), 401)
     good = {"Authorization": "Bearer sesame"}
     assert at.client.post(CHAT, json={"messages": HI}, headers=good).status_code == 200
-    for path in ("/health", "/ready", "/metrics", "/lanes"):
+    for path in ("/health", "/ready", "/metrics", "/lanes", "/version"):
         assert at.client.get(path).status_code == 200
 
 

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from kit.fake_rank import answers
 from kit.tiny_model import END, byte_level_tokenizer
 from kvrail.frontend import structured
-from kvrail.runtime.errors import BadRequest
+from kvrail.runtime.errors import BadRequest, Unavailable
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Submit
 
@@ -141,9 +141,10 @@ def test_who_gives_up_waiting_for_a_grammar_spoils_it_for_nobody(monkeypatch: py
     async def story() -> None:
         monkeypatch.setattr(structured, "_COMPILE_WITHIN_S", 0.05)
         # The one that compiles, and one that has not begun.
-        for grammar in (first, second):
-            with pytest.raises(BadRequest, match="too long"):
-                await structured.check_grammar(grammars, grammar, [END], "guided_regex")
+        with pytest.raises(BadRequest, match="too long"):
+            await structured.check_grammar(grammars, first, [END], "guided_regex")
+        with pytest.raises(Unavailable, match="other grammars"):
+            await structured.check_grammar(grammars, second, [END], "guided_regex")
         go.set()
         monkeypatch.setattr(structured, "_COMPILE_WITHIN_S", 20.0)
         for grammar in (first, second):
