@@ -73,9 +73,6 @@ def test_equal_remote_and_nothing_held(servers: tuple[Split, Server], family: st
         assert report.pages >= report.compared
     if window:
         assert split.ce.metric("kvrail_link_states_total") == split.ce.metric("kvrail_link_tickets_total")
-        # A hit on pages would leave the rings empty.
-        assert split.pe.metric("kvrail_prompt_tokens_total") > 0
-        assert split.pe.metric("kvrail_cached_tokens_total") == 0
     assert split.ce.metric("kvrail_checksum_mismatches_total") == 0
 
     def nothing_held(server: Server) -> bool:
