@@ -106,15 +106,16 @@ def test_least_loaded_uses_everything(servers: tuple[Server, Server, list[Server
     _, balanced, _ = servers
     before = tickets(balanced)
 
-    def one_more(_: int) -> int:
-        # Long, and computed each time: what is over in a moment loads nobody.
-        fields = {"prompt": [*range(10, 250)], "max_tokens": 2, "prefix_cache": False}
-        return int(ask(balanced.url, "/v1/completions", **fields).status_code)
-
-    # One and the same prompt, many times at once: affinity would send all of it to one place.
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(one_more, range(32))) == {200}
-    used = settled(balanced, before, 32)
+    # One and the same prompt, many times at once: affinity would send all of it to one place. Long, and computed each
+    # time: what is over in a moment loads nobody.
+    body = {"prompt": [*range(10, 250)], "max_tokens": 2, "prefix_cache": False}
+    with (
+        httpx.Client(base_url=balanced.url, timeout=60, trust_env=False) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        posted = pool.map(lambda _: client.post("/v1/completions", json=body).status_code, range(64))
+        assert set(posted) == {200}
+    used = settled(balanced, before, 64)
     assert len(used) == 4, used
 
 
