@@ -16,7 +16,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -27,6 +27,7 @@ from kvrail.frontend.load.arrivals import Load, run_load
 from kvrail.frontend.load.prompts import Prompts, TextLength
 from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
+from kvrail.frontend.refusing import refuse
 
 __all__ = ["main", "measure"]
 
@@ -94,11 +95,6 @@ def _facts(load: Load, rounds: int) -> dict[str, Any]:
     return facts
 
 
-def _refuse(why: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]bench_serve:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise SystemExit(2)
-
-
 def _card(target: Target, model: str | None) -> dict[str, Any]:
     """The model that the server offers, or the one of this name."""
     try:
@@ -106,11 +102,11 @@ def _card(target: Target, model: str | None) -> dict[str, Any]:
         response.raise_for_status()
         cards: list[dict[str, Any]] = response.json()["data"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        _refuse(f"cannot ask {target.url}/v1/models: {error}")
+        refuse("bench_serve", f"cannot ask {target.url}/v1/models: {error}")
     for card in cards:
         if model in (None, card["id"]):
             return card
-    _refuse(f"{target.url} serves {', '.join(card['id'] for card in cards)}, and not {model}")
+    refuse("bench_serve", f"{target.url} serves {', '.join(card['id'] for card in cards)}, and not {model}")
 
 
 def _text_length(target: Target, prompts: Prompts) -> TextLength:
@@ -124,7 +120,10 @@ def _text_length(target: Target, prompts: Prompts) -> TextLength:
             f"{target.url}{prompts.path}", json=body, headers=dict(target.headers), timeout=600
         )
         if response.status_code != 200:
-            _refuse(f"{target.url}{prompts.path}: HTTP {response.status_code}: {response.text[:300]}")
+            refuse(
+                "bench_serve",
+                f"{target.url}{prompts.path}: HTTP {response.status_code}: {response.text[:300]}",
+            )
         counts.append((words, int(response.json()["usage"]["prompt_tokens"])))
     return TextLength.from_counts(counts[0], counts[1])
 
@@ -229,8 +228,9 @@ def main(
             for load in loads
         )
         if card.get("max_model_len") is not None and longest > card["max_model_len"]:
-            _refuse(
-                f"{target.url} takes {card['max_model_len']} tokens, prompt and answer; {longest} are wanted"
+            refuse(
+                "bench_serve",
+                f"{target.url} takes {card['max_model_len']} tokens, prompt and answer; {longest} are wanted",
             )
         extra: dict[str, Any] = {"logprobs": True} if chat else {"logprobs": 0}
         made = Prompts(

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ from rich.status import Status
 
 from kvrail.frontend.chart import write
 from kvrail.frontend.load.prompts import Prompts
+from kvrail.frontend.refusing import refuse
 from kvrail.frontend.split_bench.campaign import LIMITS, Campaign
 from kvrail.frontend.split_bench.charts import charts
 from kvrail.frontend.split_bench.engines import MODEL, plans
@@ -42,11 +43,6 @@ __all__ = ["main"]
 _LINE_EVERY_S = 5.0
 _LAG_MS = 3.0
 _CPU_SHARE = 0.7
-
-
-def _refuse(why: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]bench_split:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise SystemExit(2)
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -149,7 +145,7 @@ def main(
         wanted, everything = plans(pe, ce), joined(pe, ce)
         low, high = (int(part) for part in vocab.split(":"))
     except ValueError as error:
-        _refuse(str(error))
+        refuse("bench_split", str(error))
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
     pairs = max(1.0, everything.count / 2)

@@ -15,12 +15,13 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.console import Console
-from rich.markup import escape
+
+from kvrail.frontend.refusing import refuse
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -207,20 +208,16 @@ def _get(client: httpx.Client, url: str) -> dict[str, Any]:
         response.raise_for_status()
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        _refuse(f"cannot ask {url}: {error}")
+        refuse("check_identity", f"cannot ask {url}: {error}")
     return body
-
-
-def _refuse(why: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]check_identity:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise SystemExit(2)
 
 
 def main(
     ref: Annotated[str, typer.Option(help="URL of a single engine")],
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
     expect_lane: Annotated[
-        str | None, typer.Option(help="lane that must carry the pages: shm, put/cma, put/tcp")
+        str | None,
+        typer.Option(help="lane that must carry the pages: shm, peer, put/cma, put/tcp, put/cuda_ipc"),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="tokens per answer")] = 32,
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated rounds")] = "1,8",
@@ -238,9 +235,12 @@ def main(
         card = _get(client, f"{split}/v1/models")["data"][0]
         theirs = _get(client, f"{ref}/v1/models")["data"][0]
         if theirs["id"] != card["id"]:
-            _refuse(f"the two servers name different models: ref {theirs['id']}, split {card['id']}")
+            refuse(
+                "check_identity",
+                f"the two servers name different models: ref {theirs['id']}, split {card['id']}",
+            )
         if card["max_model_len"] is None:
-            _refuse(f"{split} is still loading its model")
+            refuse("check_identity", f"{split} is still loading its model")
         lanes = _get(client, f"{split}/lanes")
         page_tokens, window = lanes["page_tokens"], lanes["window"]
     longest = int(card["max_model_len"]) - max_tokens

@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -25,6 +25,7 @@ from kvrail.frontend.check_identity import check
 from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.request import Target, post
+from kvrail.frontend.refusing import refuse
 
 __all__ = ["HELD", "StormReport", "main", "storm"]
 
@@ -193,11 +194,6 @@ async def storm(
     return report
 
 
-def _refuse(why: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]check_storm:[/] {escape(why)}", highlight=False, soft_wrap=True)
-    raise SystemExit(2)
-
-
 def main(
     ref: Annotated[str, typer.Option(help="URL of a single engine")],
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
@@ -225,14 +221,16 @@ def main(
             theirs = client.get(f"{ref}/v1/models").raise_for_status().json()["data"][0]
             links = client.get(f"{split}/lanes").raise_for_status().json()["links"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        _refuse(f"cannot ask the servers: {error!r}")
+        refuse("check_storm", f"cannot ask the servers: {error!r}")
     if theirs["id"] != card["id"]:
-        _refuse(f"the two servers name different models: ref {theirs['id']}, split {card['id']}")
+        refuse(
+            "check_storm", f"the two servers name different models: ref {theirs['id']}, split {card['id']}"
+        )
     if card["max_model_len"] is None:
-        _refuse(f"{split} is still loading its model")
+        refuse("check_storm", f"{split} is still loading its model")
     pes = sorted({link["peer_url"] for link in links if link["state"] == "up" and link["peer_url"]})
     if not pes:
-        _refuse(f"{split} has no link to a prefill engine")
+        refuse("check_storm", f"{split} has no link to a prefill engine")
     most = int(card["max_model_len"]) - max_tokens
     upper = min(longest or most // 2, most)
     report = asyncio.run(

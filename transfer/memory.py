@@ -158,17 +158,15 @@ class HostPool:
 
 @dataclass(frozen=True)
 class Pools:
-    """The pools of one rank. Probe pools are written by lane tests only and hold nothing of worth.
+    """The pools of one rank. The probe pool is written by lane tests only and holds nothing of worth.
 
-    With `cuda`, pages, state and `probe` are in that GPU's memory; `host_probe` is then a pinned pool of the same
-    shape, from which a lane test pushes to find out how fast host memory gets to a peer. It is not offered to peers.
+    With `cuda` all of them are in that GPU's memory.
     """
 
     pages: HostPool | DevicePool
     state: HostPool | DevicePool | None
     probe: HostPool | DevicePool
     cuda: _ucx.CudaDevice | None = None
-    host_probe: HostPool | None = None
 
     @classmethod
     def allocate(
@@ -182,7 +180,7 @@ class Pools:
         cuda: _ucx.CudaDevice | None = None,
         pin: _ucx.CudaDevice | None = None,
     ) -> Pools:
-        """All pools of a rank: pages, state slots (none when `state_bytes` is 0), and probe areas of 8 MiB.
+        """All pools of a rank: pages, state slots (none when `state_bytes` is 0), and a probe area of 8 MiB.
 
         In the memory of `cuda`, else of the host, where `pin` has them page-locked for that GPU to read. Raises
         OutOfMemory or CudaFailed when one of them cannot be had.
@@ -196,17 +194,11 @@ class Pools:
                 made.append(DevicePool(context, cuda, units=units, unit_bytes=unit_bytes, name=name))
             return made[-1]
 
-        host_probe = None
         try:
             # The largest last: when it does not fit, nothing had to be zeroed for it.
             probe = pool("probe", _PROBE_UNITS, _PROBE_UNIT)
-            if cuda is not None:
-                host_probe = HostPool(
-                    context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="host probe", pin=cuda
-                )
-                made.append(host_probe)
             state = pool("state", state_slots, state_bytes) if state_bytes and state_slots else None
-            return cls(pool("pages", pages, page_bytes), state, probe, cuda, host_probe)
+            return cls(pool("pages", pages, page_bytes), state, probe, cuda)
         except BaseException:
             for each in made:
                 each.close()
@@ -235,8 +227,6 @@ class Pools:
         """Close all of them (see HostPool.close, DevicePool.close)."""
         for _, pool in self.by_id():
             pool.close()
-        if self.host_probe is not None:
-            self.host_probe.close()
 
 
 def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
