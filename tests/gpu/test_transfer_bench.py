@@ -67,8 +67,9 @@ def test_single_pages(kernels: PageKernels, tmp_path: Path) -> None:
     done = run("transfer_bench", *flags, "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = [(one["threads"], one["pace"]) for one in json.loads(out.read_text())]
-    assert kinds[:5] == [
-        ("sleep", ""),
+    # Threads are kept awake through batches where there are cores for it.
+    assert kinds[0] in (("sleep", ""), ("poll", ""))
+    assert kinds[1:5] == [
         ("sleep", "paused"),
         ("sleep", "tight"),
         ("spin", "paused"),
