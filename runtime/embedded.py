@@ -42,6 +42,8 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
+# The last chunk of a long prompt whose pages are pushed has at most this part of the token budget.
+_TAIL_SHARE = 4
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 
@@ -226,7 +228,7 @@ class EmbeddedEngine:
         ready, faulty = ready_sequences(self._running, self._prefixes)
         for sequence, fault in faulty:
             self._fail(sequence, fault)
-        pending = [Pending(s.sequence_id, s.remaining) for s in ready]
+        pending = [Pending(s.sequence_id, s.remaining, self._tail(s)) for s in ready]
         turns = self._with_pages(plan_step(pending, token_budget=self._token_budget))
         turns = [self._cut(turn) for turn in turns]
         if turns:
@@ -349,6 +351,11 @@ class EmbeddedEngine:
         self._memory.release(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
+
+    def _tail(self, sequence: EngineSequence) -> int:
+        """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's."""
+        long = sequence.computed > 0 or sequence.remaining > self._token_budget
+        return self._token_budget // _TAIL_SHARE if sequence.prefill_only and long else 0
 
     def _cut(self, turn: Turn) -> Turn:
         """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""

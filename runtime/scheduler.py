@@ -18,10 +18,14 @@ LEAST_CHUNK = 16
 
 
 class Pending(NamedTuple):
-    """A sequence that could run. `remaining`: tokens whose KV is not computed yet; 1 when it decodes."""
+    """A sequence that could run. `remaining`: tokens whose KV is not computed yet; 1 when it decodes.
+
+    `tail`: how many tokens the last chunk of its prompt may have (0: any number).
+    """
 
     sequence_id: str
     remaining: int
+    tail: int = 0
 
 
 class Turn(NamedTuple):
@@ -35,7 +39,8 @@ def plan_step(running: Sequence[Pending], *, token_budget: int) -> list[Turn]:
     """Turns for running sequences (in the order of arrival); their counts sum to at most `token_budget`.
 
     More decoding sequences than the budget has tokens still get one token each, and prompts LEAST_CHUNK tokens (or
-    the budget, if that is less): a step is never empty while something runs, and none of them starves.
+    the budget, if that is less): a step is never empty while something runs, and none of them starves. A prompt's last
+    chunk of more than `tail` tokens leaves those for another one.
     """
     decoding = [Turn(one.sequence_id, 1) for one in running if one.remaining == 1]
     left = max(token_budget - len(decoding), min(token_budget, LEAST_CHUNK))
@@ -43,6 +48,8 @@ def plan_step(running: Sequence[Pending], *, token_budget: int) -> list[Turn]:
     for one in running:
         if one.remaining > 1 and left > 0:
             count = min(one.remaining, left)
+            if 0 < one.tail < count == one.remaining:
+                count -= one.tail
             chunks.append(Turn(one.sequence_id, count))
             left -= count
     return decoding + chunks

@@ -22,11 +22,11 @@ def test_decoding_first_then_chunks_in_order() -> None:
     ]
 
 
-@given(st.lists(st.integers(1, 90), max_size=12), st.integers(1, 64))
-def test_budget_and_progress(remaining: list[int], budget: int) -> None:
-    running = [Pending(str(n), count) for n, count in enumerate(remaining)]
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 16)), max_size=12), st.integers(1, 64))
+def test_budget_and_progress(remaining: list[tuple[int, int]], budget: int) -> None:
+    running = [Pending(str(n), *counts) for n, counts in enumerate(remaining)]
     turns = plan_step(running, token_budget=budget)
-    wanted = dict(running)
+    wanted = {one.sequence_id: one.remaining for one in running}
     assert all(1 <= turn.tokens <= wanted[turn.sequence_id] for turn in turns)
     assert len({turn.sequence_id for turn in turns}) == len(turns)
     decoding = [one.sequence_id for one in running if one.remaining == 1]
@@ -64,3 +64,19 @@ def test_page_names_chain() -> None:
     none: list[bytes] = []
     extend_keys(none, b"model", tokens[:15], 16)
     assert none == [], "only full pages have names"
+
+
+def test_the_last_chunk_of_a_long_prompt_is_short() -> None:
+    chunks = []
+    left = 96
+    while left:
+        (turn,) = plan_step([Pending("a", left, 8)], token_budget=32)
+        chunks.append(turn.tokens)
+        left -= turn.tokens
+    assert chunks == [32, 32, 24, 8]
+    # What it leaves goes to the next one.
+    assert plan_step([Pending("a", 32, 8), Pending("b", 50)], token_budget=32) == [
+        Turn("a", 24),
+        Turn("b", 8),
+    ]
+    assert plan_step([Pending("a", 8, 8)], token_budget=32) == [Turn("a", 8)]
