@@ -26,7 +26,7 @@ from kvrail.runtime.control.prefix_directory import PrefixDirectory
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import RankView, Route, choose
 from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
-from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Deferred, Failed, Granted, Output, Sampling, Submit
 from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
 
@@ -145,6 +145,9 @@ class Dispatcher:
         )
         remote = RemotePrefill(self._calls, rank, peer, submit, job.span) if peer is not None else None
         with rank.submit(submit) as request:
+            if remote is not None and request.called:
+                # Beside the grant, not behind it: the two meet at the prefill engine's rank.
+                remote.call(request.called)
             # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
             request.on_end = place.leave
             job.drop_choice = lambda choice: request.abort_choice(choice, "ended by a stop string")
@@ -152,8 +155,10 @@ class Dispatcher:
                 async for event in request:
                     match event:
                         case Granted() if remote is not None:
-                            remote.call(event.ticket)
-                        case Granted():
+                            remote.granted(event.ticket)
+                        case Deferred() if remote is not None:
+                            remote.take_back("its grant has to wait")
+                        case Granted() | Deferred():
                             _log.error("request %s: rank granted without a peer", job.request_id)
                         case Failed():
                             raise fault_of(event.status, event.reason, event.retry_after_s)
@@ -163,8 +168,8 @@ class Dispatcher:
                             yield event
             finally:
                 reason = job.end or "cancelled by the client"
-                if remote is not None and not request.ended:
-                    remote.cancel(reason)
+                if remote is not None and (remote.ahead or not request.ended):
+                    remote.take_back(reason)
                 request.abort(reason)
 
     @property

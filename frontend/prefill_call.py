@@ -57,7 +57,11 @@ class PrefillCalls:
 
 
 class RemotePrefill:
-    """The prefill of one request at `peer`, for `rank`."""
+    """The prefill of one request at `peer`, for `rank`.
+
+    The prefill engine is called ahead of the grant when the rank has said with which ticket id, else behind it. A call
+    ahead that gets no grant under that id is taken back, and another one follows when there is a grant.
+    """
 
     def __init__(
         self, calls: PrefillCalls, rank: RankClient, peer: PeerView, submit: Submit, span: Span | None
@@ -67,22 +71,20 @@ class RemotePrefill:
         self._peer = peer
         self._submit = submit
         self._span = span
-        self._call: asyncio.Task[None] | None = None
+        # The call that stands, its task, and how many there have been.
+        self._call: PrefillCall | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._made = 0
+        # Whether a call stands for which there may never be a grant.
+        self.ahead = False
 
     def call(self, ticket: bytes) -> None:
-        """Ask the prefill engine, once: the same ticket must never be offered twice."""
-        self._call = self._calls.spawn(self._ask(ticket))
-
-    def cancel(self, reason: str) -> None:
-        """Spare the prefill engine useless work. Safety does not hang on it: the ranks settle the ticket."""
-        if self._call is not None:
-            self._call.cancel()
-            self._calls.spawn(self._take_back(reason))
-
-    async def _ask(self, ticket: bytes) -> None:
-        submit, (incarnation, number) = self._submit, self._peer.key
-        call = PrefillCall(
-            request_id=submit.request_id,
+        """Ask the prefill engine ahead of the grant. The same ticket must never be offered twice."""
+        (incarnation, number), submit = self._peer.key, self._submit
+        self._made += 1
+        self._call = PrefillCall(
+            # A name of its own: the prefill engine may not be done with the one before.
+            request_id=submit.request_id if self._made == 1 else f"{submit.request_id}/{self._made}",
             ticket=ticket,
             incarnation=incarnation,
             rank=number,
@@ -90,6 +92,24 @@ class RemotePrefill:
             sampling=submit.sampling,
             cache=submit.cache,
         )
+        self._asking = self._calls.spawn(self._ask(self._call))
+        self.ahead = True
+
+    def granted(self, ticket: bytes) -> None:
+        """The grant is on the link: from here on the ranks settle the ticket, if the request ends in good order."""
+        if self._call is None or self._call.ticket != ticket:
+            self.take_back("its grant has another ticket")
+            self.call(ticket)
+        self.ahead = False
+
+    def take_back(self, reason: str) -> None:
+        """Spare the prefill engine useless work. Safety does not hang on it."""
+        if self._call is not None and self._asking is not None:
+            self._asking.cancel()
+            self._calls.spawn(self._cancel(self._call, reason))
+        self._call, self._asking, self.ahead = None, None, False
+
+    async def _ask(self, call: PrefillCall) -> None:
         url, calls = f"{self._peer.url}/prefill", self._calls
         try:
             reply = await calls.connections.call(
@@ -107,13 +127,12 @@ class RemotePrefill:
                 return
             outcome, reason = "refused", f"{url}: HTTP {reply.status}: {_said(reply)}"
         calls.metrics.prefill_calls.labels(outcome).inc()
-        _log.warning("request %s: %s", submit.request_id, reason)
-        self._rank.prefill_failed(submit.request_id, ticket, reason)
+        _log.warning("request %s: %s", call.request_id, reason)
+        self._rank.prefill_failed(self._submit.request_id, call.ticket, reason)
 
-    async def _take_back(self, reason: str) -> None:
-        incarnation, number = self._peer.key
-        call = CancelCall(
-            request_id=self._submit.request_id, incarnation=incarnation, rank=number, reason=reason
+    async def _cancel(self, call: PrefillCall, reason: str) -> None:
+        cancel = CancelCall(
+            request_id=call.request_id, incarnation=call.incarnation, rank=call.rank, reason=reason
         )
         url, calls = f"{self._peer.url}/cancel", self._calls
         calls.metrics.cancel_calls.inc()
@@ -122,12 +141,12 @@ class RemotePrefill:
                 "POST",
                 url,
                 headers=calls.headers,
-                body=msgspec.msgpack.encode(call),
+                body=msgspec.msgpack.encode(cancel),
                 timeout_s=_CANCEL_WITHIN_S,
                 connect_s=2.0,
             )
         except CallFailed as error:
-            _log.info("request %s: %s: %s", self._submit.request_id, url, error)
+            _log.info("request %s: %s: %s", call.request_id, url, error)
 
 
 def _said(reply: Reply) -> str:

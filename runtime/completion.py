@@ -28,7 +28,6 @@ from kvrail.runtime.messages import (
     Connect,
     Disconnect,
     Failed,
-    Granted,
     PrefillFailed,
     Stats,
     Submit,
@@ -93,7 +92,8 @@ class Completion:
             receiver=receiver,
             requests=self._requests,
             decoding=self._decoding,
-            granted=self._granted,
+            carry_out=self._carry_out,
+            send=send,
             verify_share=verify_share,
             seats=seats,
             largest_ticket=largest_ticket,
@@ -122,6 +122,8 @@ class Completion:
             case PrefillFailed(request_id=request_id, ticket=ticket, reason=reason):
                 if self._requests.by_ticket(request_id, ticket):
                     self._receiver.give_up(now, ticket, reason)
+                elif request := self._requests.get(request_id):
+                    self._waiting.call_failed(request, ticket, reason)
             case Connect(peer=peer) if self._links is not None:
                 self._board.connecting(LinkKey(peer.incarnation, peer.rank))
                 self._links.connect(peer)
@@ -210,12 +212,6 @@ class Completion:
         self._requests.flush()
 
     # --- the ledger's decisions -------------------------------------------------------------------------------
-
-    def _granted(self, now: float, request: Request) -> None:
-        # The grant itself goes out first: it is on the link before the PE's front can hear of the ticket.
-        self._carry_out(now)
-        if request in self._requests and request.phase == "granted":
-            self._send(Granted(request_id=request.id, ticket=request.ticket))
 
     def _carry_out(self, now: float) -> None:
         while effects := self._receiver.take_effects():

@@ -26,6 +26,7 @@ __all__ = ["Request", "Requests"]
 class Request:
     """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
 
+    `called`: the id of the ticket with which its prefill has been called for already, as long as that may be granted.
     `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that. `open`: the choices
     that have not ended.
     """
@@ -35,6 +36,7 @@ class Request:
     phase: Literal["waiting", "granted", "first", "decoding"]
     deadline: float = 0.0
     keys: list[bytes] = field(default_factory=list)
+    called: bytes = b""
     ticket: bytes = b""
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for a ticket: in which order they get theirs, and what becomes of those that wait in vain."""
+"""Requests that wait for a ticket: in which order they get theirs, and what becomes of those that wait in vain.
+
+The call to the prefill engine need not wait for the grant: the front may have the id of one ticket in advance. Whoever
+is called for with it has its grant at once or is deferred, so that no call stands in a prefill engine's queue for long.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvrail.runtime.decoding import Decoding
+from kvrail.runtime.messages import Deferred, Granted, ToFront
 from kvrail.runtime.requests import Request, Requests
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.link_events import LinkKey
@@ -16,10 +21,13 @@ __all__ = ["Waiting", "grant_in_turn"]
 
 # A request that finds no room for its ticket in this time is refused: something else holds the pool.
 _ROOM_WITHIN_S = 30.0
+# A call that has waited for longer (this rank was in a long step) may be given up by its prefill engine before it
+# hears of the grant.
+_CALL_GOOD_FOR_S = 5.0
 
 
 class Waiting:
-    """The queue for tickets. `granted` is called for each ticket, at once: its grant may then be on the link.
+    """The queue for tickets. `carry_out` puts the ledger's messages on the links, `send` tells the front.
 
     `seats`: choices that may hold a ticket or run together. `largest_ticket`: pages that one link may hold.
     """
@@ -30,7 +38,8 @@ class Waiting:
         receiver: Receiver,
         requests: Requests,
         decoding: Decoding,
-        granted: Callable[[float, Request], None],
+        carry_out: Callable[[float], None],
+        send: Callable[[ToFront], None],
         verify_share: float,
         seats: int,
         largest_ticket: int,
@@ -38,21 +47,32 @@ class Waiting:
         self._receiver = receiver
         self._requests = requests
         self._decoding = decoding
-        self._granted = granted
+        self._carry_out = carry_out
+        self._send = send
         self._verify_share = verify_share
         self._seats = seats
         self._largest_ticket = largest_ticket
         self._queue: list[Request] = []
+        # The id that the front may use for one call ahead of a grant; b"" when it has none.
+        self._reserved = b""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, now: float, request: Request, lacking: int) -> None:
         """It needs a ticket for the `lacking` pages that the pool does not have yet."""
+        if request.submit.called is not None:
+            ticket_id, called_at = request.submit.called
+            request.called = ticket_id
+            if ticket_id != self._reserved or now - called_at > _CALL_GOOD_FOR_S:
+                self._defer(request)
+            # Once is enough, granted or not.
+            self._reserved = b""
         if lacking <= self._largest_ticket:
             request.deadline = now + _ROOM_WITHIN_S
             self._queue.append(request)
             return
+        self._defer(request)
         most = f"{self._largest_ticket}: --link-share"
         reason = f"its {lacking} pages are more than one link may hold ({most})"
         if request.submit.fallback:
@@ -64,8 +84,23 @@ class Waiting:
     def grant(self, now: float) -> None:
         """Tickets for those who wait, in turn, as long as there is room."""
         if self._queue:
-            waiting = [request for request in self._queue if request in self._requests]
+            waiting = [r for r in self._queue if r in self._requests and r.phase == "waiting"]
+            self._queue = waiting
             self._queue = grant_in_turn(waiting, lambda request: self._grant(now, request))
+            for request in waiting:
+                if request.phase != "granted":
+                    self._defer(request)
+
+    def call_failed(self, request: Request, ticket_id: bytes, reason: str) -> None:
+        """It was called for ahead of its grant, and the prefill engine did not take the call."""
+        if request.called == ticket_id and request.phase == "waiting":
+            self._decoding.fall_back(request, reason)
+
+    def _defer(self, request: Request) -> None:
+        """Nothing will come of the call that was made ahead, if one was."""
+        if request.called:
+            request.called = b""
+            self._send(Deferred(request_id=request.id))
 
     def _grant(self, now: float, request: Request) -> NoPages | None:
         """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
@@ -84,6 +119,7 @@ class Waiting:
                 len(request.tokens),
                 keys=request.keys,
                 verify=random.random() < self._verify_share,
+                ticket_id=request.called,
             )
         except NoPages as error:
             if now < request.deadline:
@@ -98,7 +134,16 @@ class Waiting:
             self._decoding.fall_back(request, str(error))
             return None
         request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
-        self._granted(now, request)
+        request.called = b""
+        # The grant goes out first: it is on the link before the PE's front can hear of its ticket from here.
+        self._carry_out(now)
+        if request in self._requests and request.phase == "granted":
+            if not self._reserved and not any(r is not request and r.phase == "waiting" for r in self._queue):
+                self._reserved = self._receiver.reserve_id()
+                told = self._reserved
+            else:
+                told = b""
+            self._send(Granted(request_id=request.id, ticket=ticket.id, next_ticket=told))
         return None
 
 
