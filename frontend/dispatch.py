@@ -7,40 +7,32 @@ prefill engine that was called.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import httpx
-import msgspec
 import numpy as np
 
 from kvrail.frontend.metrics import FrontMetrics
+from kvrail.frontend.prefill_call import PrefillCalls, RemotePrefill
 from kvrail.frontend.tracing import Span, Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission, Place
-from kvrail.runtime.control.auth import bearer_header
-from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.prefix_directory import PrefixDirectory
 from kvrail.runtime.control.rank_client import RankClient
-from kvrail.runtime.control.routing import PeerView, RankView, Route, choose
+from kvrail.runtime.control.routing import RankView, Route, choose
 from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
-from kvrail.runtime.messages import CACHE_USED, CacheUse, Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.messages import CACHE_USED, CacheUse, Deferred, Failed, Granted, Output, Sampling, Submit
 from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
 
 __all__ = ["Dispatcher", "Job"]
 
 _log = logging.getLogger(__name__)
-# A prefill engine answers when its rank has taken the call, which it does between two steps. An engine that is
-# frozen is found out sooner, by the link's heartbeats.
-_PREFILL_TIMEOUT = httpx.Timeout(60.0, connect=3.0)
-_CANCEL_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 
 
 @dataclass
@@ -84,8 +76,7 @@ class Dispatcher:
         ranks: Sequence[RankClient],
         peers: PeerWatcher | None,
         admission: Admission,
-        client: httpx.AsyncClient,
-        token: bytes,
+        calls: PrefillCalls,
         metrics: FrontMetrics,
         tracing: Tracing,
     ) -> None:
@@ -93,11 +84,9 @@ class Dispatcher:
         self._ranks = ranks
         self._peers = peers
         self._admission = admission
-        self._client = client
-        self._headers = {**bearer_header(token), "Content-Type": MEDIA_TYPE}
+        self._calls = calls
         self._metrics = metrics
         self._tracing = tracing
-        self._tasks: set[asyncio.Task[None]] = set()
         self._prefixes = PrefixDirectory() if config.routing == "prefix" else None
         metrics.waiting.set_function(lambda: admission.waiting)
         for rank in ranks:
@@ -154,17 +143,22 @@ class Dispatcher:
             fallback=self._config.local_prefill != "never" or self._peers is None,
             cache=job.cache,
         )
-        call: asyncio.Task[None] | None = None
+        remote = RemotePrefill(self._calls, rank, peer, submit, job.span) if peer is not None else None
         with rank.submit(submit) as request:
+            if remote is not None and request.called:
+                # Beside the grant, not behind it: the two meet at the prefill engine's rank.
+                remote.call(request.called)
             # At that moment, not when the client has read all: one that reads slowly must keep nobody out.
             request.on_end = place.leave
             job.drop_choice = lambda choice: request.abort_choice(choice, "ended by a stop string")
             try:
                 async for event in request:
                     match event:
-                        case Granted() if peer is not None:
-                            call = self._spawn(self._call_prefill(rank, job, peer, event.ticket))
-                        case Granted():
+                        case Granted() if remote is not None:
+                            remote.granted(event.ticket)
+                        case Deferred() if remote is not None:
+                            remote.take_back("its grant has to wait")
+                        case Granted() | Deferred():
                             _log.error("request %s: rank granted without a peer", job.request_id)
                         case Failed():
                             raise fault_of(event.status, event.reason, event.retry_after_s)
@@ -173,10 +167,10 @@ class Dispatcher:
                         case Output():
                             yield event
             finally:
-                if call is not None and peer is not None and not request.ended:
-                    call.cancel()
-                    self._spawn(self._cancel_prefill(job, peer))
-                request.abort(job.end or "cancelled by the client")
+                reason = job.end or "cancelled by the client"
+                if remote is not None and (remote.ahead or not request.ended):
+                    remote.take_back(reason)
+                request.abort(reason)
 
     @property
     def _local_prefill(self) -> Literal["auto", "never", "always"]:
@@ -219,71 +213,6 @@ class Dispatcher:
             local_prefill="always" if job.sampling.prompt_logprobs is not None else self._local_prefill,
             short=len(job.tokens) <= self._config.local_prefill_max_tokens,
         )
-
-    async def _call_prefill(self, rank: RankClient, job: Job, peer: PeerView, ticket: bytes) -> None:
-        """Ask the prefill engine, once: the same ticket must never be offered twice."""
-        incarnation, number = peer.key
-        call = PrefillCall(
-            request_id=job.request_id,
-            ticket=ticket,
-            incarnation=incarnation,
-            rank=number,
-            tokens=pack_u32(job.tokens),
-            sampling=job.sampling,
-            cache=job.cache,
-        )
-        try:
-            response = await self._client.post(
-                f"{peer.url}/prefill",
-                content=msgspec.msgpack.encode(call),
-                headers={**self._headers, **(job.span.headers() if job.span else {})},
-                timeout=_PREFILL_TIMEOUT,
-            )
-        except httpx.HTTPError as error:
-            outcome, reason = "unreachable", f"{peer.url}/prefill: {type(error).__name__} {error}".rstrip()
-        else:
-            if response.is_success:
-                self._metrics.prefill_calls.labels("accepted").inc()
-                return
-            outcome, reason = "refused", f"{peer.url}/prefill: HTTP {response.status_code}: {_said(response)}"
-        self._metrics.prefill_calls.labels(outcome).inc()
-        _log.warning("request %s: %s", job.request_id, reason)
-        rank.prefill_failed(job.request_id, ticket, reason)
-
-    async def _cancel_prefill(self, job: Job, peer: PeerView) -> None:
-        """Spare the prefill engine useless work. Safety does not hang on it: the ranks settle the ticket."""
-        incarnation, number = peer.key
-        call = CancelCall(
-            request_id=job.request_id,
-            incarnation=incarnation,
-            rank=number,
-            reason=job.end or "cancelled by the client",
-        )
-        self._metrics.cancel_calls.inc()
-        try:
-            await self._client.post(
-                f"{peer.url}/cancel",
-                content=msgspec.msgpack.encode(call),
-                headers=self._headers,
-                timeout=_CANCEL_TIMEOUT,
-            )
-        except httpx.HTTPError as error:
-            _log.info("request %s: %s/cancel: %s", job.request_id, peer.url, type(error).__name__)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run beside the request; the set keeps the task alive until it is done."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        """Let pending cancels go out (briefly), then drop what is left."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=0.5)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class _Note:
@@ -386,11 +315,3 @@ class _Note:
             cached_tokens=self._cached,
             completion_tokens=self._tokens,
         )
-
-
-def _said(response: httpx.Response) -> str:
-    """The message of an error body of ours."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:200]

@@ -21,6 +21,7 @@ from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.process import RankProcesses
+from kvrail.runtime.visible_gpus import check_gpus
 
 __all__ = ["launch_role"]
 
@@ -28,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def launch_role(config: LaunchConfig) -> int:
-    """Serve until told to stop; returns the exit status. A rank that dies takes the role down: 1."""
+    """Serve until told to stop; returns the exit status. A rank that dies takes the role down: 1.
+
+    2: the settings cannot work, as far as a rank alone could find out. Else that is a ConfigError, before listening.
+    """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -41,6 +45,7 @@ def launch_role(config: LaunchConfig) -> int:
     token = load_cluster_token(config)
     check_certificate(config)
     client_trust(config)
+    check_gpus(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
     found = _with_model_folder(config)
@@ -80,12 +85,12 @@ async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listene
         await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
     finally:
         _heed_signals(stop)
-        failed = watcher.done() and watcher.result()
+        status = watcher.result() if watcher.done() else 0
         for task in (watcher, progress):
             task.cancel()
         await asyncio.gather(watcher, progress, return_exceptions=True)
     await asyncio.to_thread(ranks.stop)
-    return 1 if failed else 0
+    return status
 
 
 def _heed_signals(stop: asyncio.Event) -> None:
@@ -94,14 +99,18 @@ def _heed_signals(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
-async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> bool:
-    """Ask the server to stop when a rank process has ended; True when it ended badly, not because it was told to."""
+async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> int:
+    """Ask the server to stop when a rank process has ended, and return what that means for this role's exit status.
+
+    0: it was told to end; 2: it refused its settings, and has said why; 1: anything else.
+    """
     while True:
         if dead := ranks.dead():
             for rank, status in (item for item in dead if item[1]):
                 _log.error("rank %d ended with exit status %d: stopping this role", rank, status)
             stop.set()
-            return any(status for _, status in dead)
+            ends = {status for _, status in dead if status}
+            return 2 if ends == {2} else int(bool(ends))
         await asyncio.sleep(0.2)
 
 

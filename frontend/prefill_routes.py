@@ -67,9 +67,10 @@ class PrefillDesk:
     def routes(self) -> APIRouter:
         """The three routes."""
         router = APIRouter()
-        router.add_api_route("/ranks", self._list_ranks, methods=["GET"])
-        router.add_api_route("/prefill", self._prefill, methods=["POST"])
-        router.add_api_route("/cancel", self._cancel, methods=["POST"])
+        # Plain routes: nothing of these bodies is for FastAPI to look into, and /prefill is on a user's way.
+        router.add_route("/ranks", self._list_ranks, methods=["GET"])
+        router.add_route("/prefill", self._prefill, methods=["POST"])
+        router.add_route("/cancel", self._cancel, methods=["POST"])
         return router
 
     async def close(self) -> None:

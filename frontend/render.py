@@ -53,6 +53,7 @@ class Renderer:
         special_tokens: Mapping[str, str],
         eos_ids: Sequence[int],
         vocabulary: int,
+        max_model_len: int | None = None,
         add_bos: bool = False,
         backend: Backend = "hf",
         verify_rate: float = 0.0,
@@ -60,6 +61,8 @@ class Renderer:
     ) -> None:
         self.eos_ids = list(eos_ids)
         self.vocabulary = vocabulary
+        # The longest sequence that the checkpoint was made for, where that is known without loading it.
+        self.max_model_len = max_model_len
         self.token_bytes = TokenBytes(tokenizer)
         self.encoder = TextEncoder(tokenizer, backend=backend, verify_rate=verify_rate)
         # Characters; no text of more than n times this many has n tokens.
@@ -104,6 +107,7 @@ class Renderer:
                 "vocabulary": int(
                     model_config.get("vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)
                 ),
+                "max_model_len": model_config.get("max_position_embeddings"),
                 "add_bos": config.get("add_bos_token") is True,
             }
         template = given or template

@@ -68,20 +68,34 @@ def openai_routes(
         lengths = [rank.ready.max_model_len for rank in ranks if rank.ready is not None]
         return min(lengths, default=None)
 
-    def check_model(model: str | None) -> int:
-        """The longest prompt plus answer; refuses other models than ours."""
+    def at_most() -> int | None:
+        """The same, as far as it is known: while the model loads, what its checkpoint and the flags allow."""
+        known = (config.max_model_len, renderer.max_model_len)
+        return longest() or min((length for length in known if length is not None), default=None)
+
+    def check_loaded() -> None:
+        if longest() is None:
+            raise Unavailable("the model is loading", retry_after_s=2.0)
+
+    def check_model(model: str | None, *, loaded: bool = True) -> int:
+        """The longest prompt plus answer; refuses other models than ours.
+
+        Without `loaded` it may be more than there will be: what is too long for that can be refused now, and trying
+        again later would help nobody.
+        """
         if model not in (None, config.model_name):
             raise NoSuchModel(
                 f"model {model!r} is not served here, but {config.model_name!r} is", param="model"
             )
-        limit = longest()
-        if limit is None:
-            raise Unavailable("the model is loading", retry_after_s=2.0)
+        limit = at_most()
+        if loaded or limit is None:
+            check_loaded()
+        assert limit is not None
         return limit
 
     def check_text(characters: int) -> None:
         """Refuse what is too long whatever its tokens are, before anything is spent on it."""
-        most = config.max_prompt_tokens or longest() or 0
+        most = config.max_prompt_tokens or at_most() or 0
         if characters > most * renderer.longest_token:
             raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
 
@@ -100,7 +114,7 @@ def openai_routes(
         )
 
     async def converse(body: ChatRequest, request: Request, api: str, form: Callable[..., Form]) -> Response:
-        limit = check_model(body.model)
+        limit = check_model(body.model, loaded=False)
         rules.check(body)
         grammar = await grammar_of(body)
         check_text(sum(len(message.content or "") for message in body.messages))
@@ -112,7 +126,7 @@ def openai_routes(
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        limit = check_model(body.model)
+        limit = check_model(body.model, loaded=False)
         grammar = await grammar_of(body)
         several = len(body.prompt) > 1
         prompts: list[tuple[Job, Sequence[str], Echo | None]] = []
@@ -188,6 +202,7 @@ def openai_routes(
         form_kind: Callable[..., Form],
     ) -> Response:
         """Serve the jobs; beside each stand the special tokens that are text in its answers, and its echo."""
+        check_loaded()
         prompted = [
             Prompted(job, [choice(request, body, job, markers, echo, form_kind) for _ in range(body.choices)])
             for job, markers, echo in prompts

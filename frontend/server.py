@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
-import httpx
 import uvicorn
 import zmq.asyncio
 from fastapi import FastAPI
@@ -23,6 +22,7 @@ from kvrail.frontend.dispatch import Dispatcher
 from kvrail.frontend.envelope import Envelope, install_error_bodies
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.frontend.page_route import page_route
+from kvrail.frontend.prefill_call import PrefillCalls
 from kvrail.frontend.prefill_routes import PrefillDesk
 from kvrail.frontend.render import Renderer
 from kvrail.frontend.routes import openai_routes
@@ -32,6 +32,7 @@ from kvrail.frontend.tracing import Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.kept_connections import KeptConnections
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
@@ -82,7 +83,7 @@ async def _application(
     ranks: Sequence[RankClient],
     token: bytes,
     renderer: Renderer | None,
-    client: httpx.AsyncClient,
+    connections: KeptConnections,
 ) -> AsyncIterator[_Application]:
     """The application of a role, with what runs beside it."""
     metrics = FrontMetrics(ranks, config.model_name)
@@ -109,13 +110,14 @@ async def _application(
             app.include_router(desk.routes())
         else:
             if config.role == "ce":
-                peers = PeerWatcher(config.pe_url, token, ranks, client, admission.at_peer)
+                peers = PeerWatcher(config.pe_url, token, ranks, connections, admission.at_peer)
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
             renderer.encoder.on_check = lambda same: metrics.tokenizer_checks.labels(str(same).lower()).inc()
-            dispatcher = Dispatcher(config, ranks, peers, admission, client, token, metrics, tracing)
-            stack.push_async_callback(dispatcher.close)
+            calls = PrefillCalls(connections, token, metrics)
+            stack.push_async_callback(calls.close)
+            dispatcher = Dispatcher(config, ranks, peers, admission, calls, metrics, tracing)
             app.include_router(page_route())
             app.include_router(
                 openai_routes(config, ranks, dispatcher, renderer, ApiKeys(config.api_key_file))
@@ -206,18 +208,10 @@ async def serve(
             for rank in ranks:
                 await rank.start(context)
                 stack.push_async_callback(_end, rank)
-            # Calls between engines never go through a proxy.
-            client = await stack.enter_async_context(
-                httpx.AsyncClient(
-                    trust_env=False,
-                    verify=client_trust(config),
-                    limits=httpx.Limits(
-                        max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0
-                    ),
-                )
-            )
+            connections = KeptConnections(client_trust(config))
+            stack.callback(connections.close)
             application = await stack.enter_async_context(
-                _application(config, ranks, token, renderer, client)
+                _application(config, ranks, token, renderer, connections)
             )
             server = HttpServer(config, application, ranks)
             host, port = listener.getsockname()[:2]

@@ -20,6 +20,7 @@ __all__ = [
     "CacheFlushed",
     "CacheUse",
     "Connect",
+    "Deferred",
     "Disconnect",
     "Failed",
     "FlushCache",
@@ -106,12 +107,15 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """CE/single: serve this request. `peer`: prefill on that PE rank (incarnation, rank), or None: prefill here.
 
     `fallback`: whether this rank may prefill by itself when the remote prefill fails.
+    `called`: the front has called that PE ahead of the grant, with this ticket id (from `Granted.next_ticket`), at that
+    moment (time.monotonic()). `Granted` with it, `Deferred`, an output of the local route or `Failed` answers.
     """
 
     request_id: str
     tokens: bytes
     sampling: Sampling
     peer: tuple[bytes, int] | None = None
+    called: tuple[bytes, float] | None = None
     fallback: bool = True
     cache: CacheUse = CACHE_USED
 
@@ -182,10 +186,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
-    """CE: the ticket is on the link; the front may call the PE's `/prefill` now."""
+    """CE: the ticket is on the link; the front may call the PE's `/prefill` now, unless it has done so.
+
+    `next_ticket`: the id of a ticket to come, with which one request may be called for ahead of its grant; or b"".
+    """
 
     request_id: str
     ticket: bytes
+    next_ticket: bytes = b""
+
+
+class Deferred(msgspec.Struct, frozen=True, kw_only=True, tag="deferred"):
+    """CE: no ticket will have the id that this request was called for with; if it gets one, `Granted` tells another."""
+
+    request_id: str
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
@@ -270,7 +284,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     links: list[tuple[str, int, dict[str, float]]] = []
 
 
-ToFront = Ready | Granted | Accepted | Outputs | Failed | PrefillDone | CacheFlushed | LinkReport | Stats
+ToFront = (
+    Ready | Granted | Deferred | Accepted | Outputs | Failed | PrefillDone | CacheFlushed | LinkReport | Stats
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

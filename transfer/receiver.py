@@ -155,6 +155,10 @@ class Receiver:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
+    def reserve_id(self) -> bytes:
+        """The id of a ticket that may be granted later: a prefill can be called for with it ahead of its grant."""
+        return self._random(16)
+
     def grant(
         self,
         now: float,
@@ -164,11 +168,13 @@ class Receiver:
         *,
         keys: Sequence[bytes] = (),
         verify: bool = False,
+        ticket_id: bytes = b"",
     ) -> Ticket:
         """Reserve what the pool lacks of a prompt of `tokens` tokens, and send the grant. Zero pages are legal.
 
         `keys` name the prompt's full pages: those that the pool has already are not asked for. They are pinned for
         the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
+        `ticket_id`: one of `reserve_id`, never used before; without it the ticket gets a new one.
         Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or its
         share is too small, be it for want of what it holds unproven.
         """
@@ -177,7 +183,9 @@ class Receiver:
             raise LinkLost(f"the link to rank {link[1]} of {link[0].hex()[:8]} is not up")
         if len(keys) * self._layout.page_tokens > tokens:
             raise ValueError(f"{tokens} tokens do not fill {len(keys)} pages")
-        ticket_id = self._random(16)
+        if ticket_id and self._find(ticket_id) is not None:
+            raise ValueError("a ticket of this id is open")
+        ticket_id = ticket_id or self._random(16)
         owner = owner_of(ticket_id)
         # Before anything is allocated, which may evict what nobody has pinned.
         start = len(self._pool.match(owner, keys)) * self._layout.page_tokens

@@ -13,9 +13,10 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class PrefillCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /prefill`: prefill `tokens` (uint32 LE) for a ticket that the CE's rank has granted on its link.
+    """`POST /prefill`: prefill `tokens` (uint32 LE) for a ticket that the CE's rank grants on its link.
 
-    `incarnation` and `rank` name the PE rank that holds the grant; a restarted one refuses.
+    It may be here before its grant. `incarnation` and `rank` name the PE rank that gets the grant; a restarted one
+    refuses.
     """
 
     request_id: str

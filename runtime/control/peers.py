@@ -13,11 +13,11 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-import httpx
 import msgspec
 
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.calls import RankCard, RanksReply
+from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.control.routing import PeerKey, PeerView
 
@@ -38,7 +38,7 @@ class PeerWatcher:
         urls: Sequence[str],
         token: bytes,
         ranks: Sequence[RankClient],
-        client: httpx.AsyncClient,
+        connections: KeptConnections,
         at_peer: Mapping[PeerKey, int],
         *,
         interval_s: float = 1.0,
@@ -47,7 +47,7 @@ class PeerWatcher:
         self.trouble: dict[str, str] = dict.fromkeys(self.urls, "not asked yet")
         self._headers = bearer_header(token)
         self._ranks = ranks
-        self._client = client
+        self._connections = connections
         self._at_peer = at_peer
         self._interval_s = interval_s
         self._listeners: list[Callable[[], None]] = []
@@ -111,8 +111,8 @@ class PeerWatcher:
                 self._note(url, "")
                 self._take(url, reply.ranks)
                 wait_s = self._interval_s
-            except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, PermissionError) as error:
-                self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
+            except (CallFailed, msgspec.MsgspecError, PermissionError) as error:
+                self._note(url, str(error) or type(error).__name__)
                 wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
             except Exception:
                 # Whatever it is: an engine that nobody asks any more would be lost until a restart.
@@ -122,11 +122,12 @@ class PeerWatcher:
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
 
     async def _ask(self, url: str) -> RanksReply:
-        response = await self._client.get(f"{url}/ranks", headers=self._headers, timeout=5.0)
-        if response.status_code in (401, 403):
+        reply = await self._connections.call("GET", f"{url}/ranks", headers=self._headers, timeout_s=5.0)
+        if reply.status in (401, 403):
             raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
-        response.raise_for_status()
-        return msgspec.msgpack.decode(response.content, type=RanksReply)
+        if not reply.ok:
+            raise CallFailed(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
+        return msgspec.msgpack.decode(reply.body, type=RanksReply)
 
     def _take(self, url: str, cards: list[RankCard]) -> None:
         for card in self._found.get(url, ()):

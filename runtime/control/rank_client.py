@@ -26,6 +26,7 @@ from kvrail.runtime.messages import (
     Accepted,
     CacheFlushed,
     Connect,
+    Deferred,
     Disconnect,
     Failed,
     FlushCache,
@@ -49,7 +50,7 @@ from kvrail.runtime.messages import (
 
 __all__ = ["GenerateEvent", "PrefillEvent", "RankClient", "RankRequest"]
 
-GenerateEvent = Granted | Output | Failed
+GenerateEvent = Granted | Deferred | Output | Failed
 PrefillEvent = Accepted | PrefillDone
 Event = TypeVar("Event", GenerateEvent, PrefillEvent)
 
@@ -63,7 +64,8 @@ class RankRequest(Generic[Event]):
 
     A context manager: leaving it before the last event aborts the request at the rank. `on_end` is called when the
     rank is done with it, which may be long before its events have been read. A request for several answers
-    (`choices`) has ended when each of them has.
+    (`choices`) has ended when each of them has. `called`: the id of the ticket that the rank expects a prefill engine
+    to be called with at once, ahead of the grant; or b"".
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class RankRequest(Generic[Event]):
         self.request_id = request_id
         self._open = set(range(choices))
         self.ended = False
+        self.called = b""
         self.on_end: Callable[[], None] = lambda: None
         self._client = client
         self._failure: Callable[[str], Event] = failure
@@ -155,6 +158,8 @@ class RankClient:
         self._prefilling: dict[str, RankRequest[PrefillEvent]] = {}
         self._flushing: dict[int, asyncio.Future[CacheFlushed]] = {}
         self._flushes = 0
+        # What the rank has given us to call ahead of a grant with, once.
+        self._next_ticket = b""
         self._heard_at = 0.0
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
@@ -213,12 +218,16 @@ class RankClient:
 
     def submit(self, message: Submit) -> RankRequest[GenerateEvent]:
         """Serve a request. Raises Unavailable when the rank is not ready or gone."""
+        if message.peer is not None and self._next_ticket:
+            message = msgspec.structs.replace(message, called=(self._next_ticket, time.monotonic()))
 
         def failure(reason: str) -> GenerateEvent:
             return Failed(request_id=message.request_id, status=503, reason=reason, retry_after_s=1.0)
 
         request = RankRequest[GenerateEvent](self, message.request_id, failure, message.sampling.n)
         self._open(message, request, self._generating)
+        if message.called is not None:
+            request.called, self._next_ticket = self._next_ticket, b""
         return request
 
     def prefill(self, message: Prefill) -> RankRequest[PrefillEvent]:
@@ -315,7 +324,9 @@ class RankClient:
                 for output in message.items:
                     if generating := self._generating.get(output.request_id):
                         generating._heard(output)
-            case Granted() | Failed():
+            case Granted() | Deferred() | Failed():
+                if isinstance(message, Granted) and message.next_ticket:
+                    self._next_ticket = message.next_ticket
                 if generating := self._generating.get(message.request_id):
                     generating._heard(message)
             case Accepted() | PrefillDone():
@@ -365,6 +376,7 @@ class RankClient:
         if self.ready is not None:
             _log.warning("rank %d is gone: %s", self.rank, reason)
         self.ready, self.stats, self.trouble, self.stuck = None, None, reason, False
+        self._next_ticket = b""
         self._was_ready.clear()
         self.links.clear()
         self.fail_all(f"rank {self.rank} is gone: {reason}")

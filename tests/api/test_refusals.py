@@ -341,6 +341,10 @@ def test_before_the_model_is_loaded(stand: Any) -> None:
     at = stand(answers(ids("x")), ready=False)
     response = at.client.post(CHAT, json={"messages": HI})
     refused(response, 503, None, "loading")
+    # What no loading makes right is said at once.
+    for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "Hi"})):
+        refused(at.client.post(path, json={**body, "max_tokens": 5000}), 400, "max_tokens", "4096")
+        refused(at.client.post(path, json={**body, "max_tokens": 4000}), 503, None, "loading")
     assert int(response.headers["retry-after"]) >= 1
     assert at.client.get("/health").status_code == 200
     assert at.client.head("/health").status_code == 200

@@ -22,7 +22,9 @@ from kvrail.runtime.messages import (
     Abort,
     Accepted,
     Connect,
+    Deferred,
     Disconnect,
+    Failed,
     Granted,
     Prefill,
     PrefillDone,
@@ -168,7 +170,7 @@ def test_a_prefill_engine_that_is_gone_is_told_to_the_rank(pair: Any) -> None:
     ce, pe = pair()
     pe.server.stop()
     assert ce.client.post(CHAT, json=ASK).headers["x-kvrail-prefill"] == "local"
-    assert "ConnectError" in ce.rank.wait_for(PrefillFailed)[0].reason
+    assert "cannot connect" in ce.rank.wait_for(PrefillFailed)[0].reason
     assert ce.client.get("/health").status_code == 200
     ce.rank.link(pe.rank, "down", "no heartbeat")
     ce.server.wait_until("/lanes", lambda r: r.json()["links"][0]["state"] == "down")
@@ -198,6 +200,91 @@ def test_a_stop_string_cancels_both_legs(pair: Any) -> None:
     assert response.json()["choices"][0]["message"]["content"] == "x"
     assert ce.rank.wait_for(Abort)[0].reason == "stop"
     assert pe.rank.wait_for(Abort)[0].reason == "stop"
+
+
+class Ahead:
+    """A CE's rank whose first grant gives an id for the next call. What it says to later requests is `then`."""
+
+    def __init__(self, *then: Any) -> None:
+        self.then = then
+        self.calls: list[tuple[bytes, float] | None] = []
+
+    def behave(self, rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, PrefillFailed):
+            yield output(message.request_id, ids("fallback"), "length")
+        if not isinstance(message, Submit):
+            return
+        self.calls.append(message.called)
+        if len(self.calls) == 1:
+            yield Granted(request_id=message.request_id, ticket=TICKET, next_ticket=b"n" * 16)
+            yield output(message.request_id, ids("one"), "length", route="remote")
+            return
+        for say in self.then:
+            yield say(message.request_id)
+
+
+def finished(request_id: str) -> ToFront:
+    return output(request_id, ids("two"), "length", route="remote")
+
+
+def test_the_second_call_leaves_ahead_of_its_grant(pair: Any) -> None:
+    ahead = Ahead()
+    ce, pe = pair(ahead.behave)
+    assert ce.client.post(CHAT, json=ASK).status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ce.client.post, CHAT, json=ASK)
+        # The rank has not said anything yet.
+        first, second = pe.rank.wait_for(Prefill, 2)
+        assert (first.ticket, second.ticket) == (TICKET, b"n" * 16)
+        submit = ce.rank.wait_for(Submit, 2)[1]
+        assert submit.request_id == second.request_id
+        assert (ahead.calls[0], ahead.calls[1][0]) == (None, second.ticket)
+        ce.rank.send(Granted(request_id=submit.request_id, ticket=second.ticket), finished(submit.request_id))
+        assert answer.result(10).json()["choices"][0]["message"]["content"] == "two"
+    assert len([m for m in pe.rank.received if isinstance(m, Prefill)]) == 2
+    assert not [m for m in pe.rank.received if isinstance(m, Abort)]
+
+
+def test_a_deferred_call_is_taken_back_and_made_again_with_the_ticket_of_the_grant(pair: Any) -> None:
+    ahead = Ahead(lambda name: Deferred(request_id=name))
+    ce, pe = pair(ahead.behave)
+    ce.client.post(CHAT, json=ASK)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ce.client.post, CHAT, json=ASK)
+        request_id = ce.rank.wait_for(Submit, 2)[1].request_id
+        # A cancel that overtakes its call leaves nothing to abort.
+        ce.server.wait_until("/metrics", lambda r: "kvrail_cancel_calls_total 1.0" in r.text)
+        ce.rank.send(Granted(request_id=request_id, ticket=b"l" * 16))
+        pe.server.wait_until("/metrics", lambda r: "kvrail_cancel_calls_total 1.0" in r.text)
+        while pe.rank.wait_for(Prefill, 2)[-1].ticket != b"l" * 16:
+            pe.rank.wait_for(Prefill, len([m for m in pe.rank.received if isinstance(m, Prefill)]) + 1)
+        ce.rank.send(finished(request_id))
+        assert answer.result(10).json()["choices"][0]["message"]["content"] == "two"
+    calls = [m for m in pe.rank.received if isinstance(m, Prefill)]
+    assert len({m.ticket for m in calls}) == len(calls)
+    assert len({m.request_id for m in calls}) == len(calls)
+    aborted = {m.request_id for m in pe.rank.received if isinstance(m, Abort)}
+    assert calls[-1].request_id not in aborted
+    assert aborted == {m.request_id for m in calls if m.ticket == b"n" * 16}
+
+
+def test_a_call_ahead_of_a_request_that_fails_is_taken_back(pair: Any) -> None:
+    ahead = Ahead(lambda name: Failed(request_id=name, status=503, reason="no room"))
+    ce, pe = pair(ahead.behave)
+    ce.client.post(CHAT, json=ASK)
+    assert ce.client.post(CHAT, json=ASK).status_code == 503
+    pe.server.wait_until("/metrics", lambda r: "kvrail_cancel_calls_total 1.0" in r.text)
+    pe.server.wait_until("/metrics", lambda r: 'kvrail_rank_requests{rank="0"} 1.0' in r.text)
+
+
+def test_a_call_ahead_that_is_refused_is_told_to_the_rank(pair: Any) -> None:
+    ahead = Ahead()
+    ce, pe = pair(ahead.behave, refuses)
+    assert ce.client.post(CHAT, json=ASK).status_code == 200
+    answer = ce.client.post(CHAT, json=ASK)
+    assert answer.json()["choices"][0]["message"]["content"] == "fallback"
+    assert ce.rank.wait_for(PrefillFailed, 2)[1].ticket == b"n" * 16
+    assert len([m for m in pe.rank.received if isinstance(m, Prefill)]) == 2
 
 
 def test_a_cancel_may_overtake_its_prefill(stand: Any) -> None:
@@ -290,7 +377,7 @@ def test_a_prefill_engine_may_come_later(stand: Any, caplog: pytest.LogCaptureFi
     url = "http://127.0.0.1:9"
     ce = stand(grants, role="ce", pe_url=(url,))
     trouble = ce.server.wait_until(
-        "/lanes", lambda r: "ConnectError" in r.json()["prefill_engines"][0]["trouble"]
+        "/lanes", lambda r: "cannot connect" in r.json()["prefill_engines"][0]["trouble"]
     )
     assert trouble.json()["prefill_engines"][0]["url"] == url
     assert ce.client.post(CHAT, json=ASK).headers["x-kvrail-prefill"] == "local"

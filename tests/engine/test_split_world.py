@@ -115,6 +115,7 @@ def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, g
         if name in world.failed:
             assert world.failed[name].status == 503, world.failed[name]
     assert complete > 10
+    assert world.ahead, "no call was made ahead of its grant"
     counters = pe.host.counters() | world.completion._counters | world.receiver.counters
     for happened in (
         "hicache_hits",

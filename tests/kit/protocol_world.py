@@ -95,22 +95,29 @@ class World:
 
     # --- what the CE does -------------------------------------------------------------------------------------
 
-    def submit(self, host: int, tokens: int, verify: bool, prompt: int) -> None:
-        """`prompt`: prompts of one number begin alike."""
+    def submit(self, host: int, tokens: int, verify: bool, prompt: int, ahead: bool = False) -> None:
+        """`prompt`: prompts of one number begin alike. `ahead`: its call is made whether or not there is a grant."""
         link = self.hosts[host].key
         before = self.receiver.held(link), self.pool.shared
         keys = [bytes([prompt, page]) for page in range(tokens // LAYOUT.page_tokens)]
         name = f"r{self.minted}"
+        ticket_id = self.receiver.reserve_id() if ahead else b""
+        if ahead:
+            self.calls.append((host, name, ticket_id))
         try:
-            ticket = self.receiver.grant(self.now, name, link, tokens, keys=keys, verify=verify)
+            ticket = self.receiver.grant(
+                self.now, name, link, tokens, keys=keys, verify=verify, ticket_id=ticket_id
+            )
         except (NoPages, LinkLost):
+            self.seen["called in vain"] += ahead
             assert (self.receiver.held(link), self.pool.shared) == before, "a grant that fails keeps nothing"
             return
         self.seen["matched"] += ticket.token_start > 0
         self.seen["matched all"] += ticket.token_start == tokens > 0
         assert self.current(host) is not None, "a grant needs a link that is up"
         self.requests[ticket.request_id] = Request(ticket, keys)
-        self.calls.append((host, ticket.request_id, ticket.id))
+        if not ahead:
+            self.calls.append((host, ticket.request_id, ticket.id))
         self.carry_out()
 
     def current(self, host: int) -> Connection | None:

@@ -15,6 +15,7 @@ from typing import Any
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.messages import (
     Abort,
+    Deferred,
     Failed,
     Granted,
     Outputs,
@@ -136,6 +137,10 @@ class SplitWorld:
         self.closed: dict[str, set[int]] = {}
         self.routes: dict[str, str] = {}
         self.ended_calls: list[str] = []
+        # What the CE's rank gave us to call ahead of a grant with, and the requests that were.
+        self.next_ticket = b""
+        self.ahead: dict[str, bytes] = {}
+        self.deferred = 0
         self.copied = 0
         self.broken = 0
         layout = ce.model.layout
@@ -202,7 +207,13 @@ class SplitWorld:
     def _to_ce_front(self, message: Any) -> None:
         match message:
             case Granted():
-                self.calls.append((message.request_id, message.ticket))
+                self.next_ticket = message.next_ticket or self.next_ticket
+                if self.ahead.get(message.request_id) != message.ticket:
+                    again = "/2" if message.request_id in self.ahead else ""
+                    self.calls.append((message.request_id, again, message.ticket))
+            case Deferred():
+                self.deferred += 1
+                self._take_back(message.request_id)
             case Failed():
                 self.failed[message.request_id] = message
                 self.open.pop(message.request_id, None)
@@ -224,6 +235,13 @@ class SplitWorld:
             self.reasons[name][item.choice] = item.finish_reason
             self._over(name)
 
+    def _take_back(self, name: str) -> None:
+        made = (name, "", self.ahead[name])
+        if made in self.calls:
+            self.calls.remove(made)
+        else:
+            self.prefilling.handle(self.now, Abort(request_id=name))
+
     def _over(self, name: str) -> None:
         if len(self.closed[name] | self.reasons[name].keys()) == self.open[name].sampling.n:
             del self.open[name]
@@ -235,6 +253,10 @@ class SplitWorld:
     # --- what can happen ------------------------------------------------------------------------------------------
 
     def submit(self, name: str, tokens: Any, sampling: Any, **options: Any) -> None:
+        if options.get("peer") and self.next_ticket:
+            self.ahead[name], self.next_ticket = self.next_ticket, b""
+            options["called"] = (self.ahead[name], self.now)
+            self.calls.append((name, "", self.ahead[name]))
         submit = Submit(request_id=name, tokens=pack_u32(tokens), sampling=sampling, **options)
         self.tokens[name], self.reasons[name], self.closed[name] = {}, {}, set()
         self.open[name] = submit
@@ -254,7 +276,7 @@ class SplitWorld:
 
     def call(self) -> None:
         if self.calls:
-            name, ticket = self.calls.popleft()
+            name, again, ticket = self.calls.popleft()
             if self.random.random() < self.lose_calls:
                 self.completion.handle(self.now, PrefillFailed(request_id=name, ticket=ticket, reason="lost"))
                 if self.random.random() < 0.5:
@@ -263,7 +285,7 @@ class SplitWorld:
             self.prefilling.handle(
                 self.now,
                 Prefill(
-                    request_id=name,
+                    request_id=f"{name}{again}",
                     ticket=ticket,
                     tokens=submit.tokens,
                     sampling=submit.sampling,

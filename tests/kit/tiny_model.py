@@ -57,5 +57,7 @@ def write_model_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Path
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 0]}))
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": size, "model_type": "llama"}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": size, "model_type": "llama", "max_position_embeddings": 4096})
+    )
     return folder

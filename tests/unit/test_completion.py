@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.messages import Abort, Failed, Granted, Sampling, Submit
+from kvrail.runtime.messages import Abort, Deferred, Failed, Granted, PrefillFailed, Sampling, Submit
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey, Received
 from kvrail.transfer.pages import PagePool
@@ -51,12 +51,19 @@ class Bench:
             largest_ticket=16,
         )
 
-    def submit(self, request: str, peer: LinkKey, pages: int, *, fallback: bool = True) -> None:
+    def submit(self, request: str, peer: LinkKey, pages: int, **options: Any) -> None:
         tokens = pack_u32([1] * (pages * 16))
         self.role.handle(
             0,
-            Submit(request_id=request, tokens=tokens, sampling=SAMPLING, peer=tuple(peer), fallback=fallback),
+            Submit(request_id=request, tokens=tokens, sampling=SAMPLING, peer=tuple(peer), **options),
         )
+
+    def told(self, now: float = 1) -> list[Any]:
+        """What the front hears in one turn."""
+        self.role.tick(now)
+        sent = list(self.sent)
+        self.sent.clear()
+        return sent
 
     def granted(self, now: float = 1) -> list[str]:
         self.role.tick(now)
@@ -124,3 +131,90 @@ def test_a_lost_ticket_waits_for_what_the_front_says(cancelled: bool) -> None:
         bench.role.handle(1, Abort(request_id="a1"))
     bench.role.tick(1)
     assert bench.local == ([] if cancelled else ["a1"])
+
+
+# --- calls ahead of the grant -------------------------------------------------------------------------------------
+
+
+def test_who_is_called_for_ahead_has_its_grant_under_that_id() -> None:
+    bench = Bench()
+    bench.submit("a1", A, 1)
+    (first,) = bench.told()
+    assert first.next_ticket not in (b"", first.ticket)
+    bench.submit("a2", A, 1, called=(first.next_ticket, 0.0))
+    (second,) = bench.told()
+    assert (second.request_id, second.ticket) == ("a2", first.next_ticket)
+    assert second.next_ticket not in (b"", first.ticket, second.ticket)
+    assert {item.ticket for item in bench.receiver.beat_tickets(A)} == {first.ticket, second.ticket}
+
+
+@pytest.mark.parametrize("why", ["no seat", "no room", "an old call", "an id of nobody"])
+def test_a_call_ahead_is_deferred_at_once_when_there_is_no_grant_for_it(why: str) -> None:
+    bench = Bench(seats=1 if why == "no seat" else 8)
+    bench.submit("a1", A, 10)
+    (first,) = bench.told()
+    called = (
+        b"?" * 16 if why == "an id of nobody" else first.next_ticket,
+        -6.0 if why == "an old call" else 0.0,
+    )
+    bench.submit("a2", A, 10 if why == "no room" else 2, called=called)
+    told = bench.told()
+    assert told[0] == Deferred(request_id="a2")
+    if why in ("no seat", "no room"):
+        assert told[1:] == []
+        bench.role.handle(2, Abort(request_id="a1"))
+        if why == "no room":
+            # The pages of a1 are proven free.
+            bench.receiver.on_message(2, A, Doorbell(ticket=first.ticket, epoch=1, status="failed"))
+        told = bench.told(2)
+    granted = told[-1]
+    assert isinstance(granted, Granted)
+    assert granted.ticket not in (first.ticket, called[0]), "a call is never made twice with one ticket"
+
+
+def test_as_long_as_somebody_waits_nobody_is_called_for_ahead() -> None:
+    bench = Bench()
+    bench.submit("a1", A, 8)
+    bench.submit("a2", A, 9)
+    bench.submit("b1", B, 1)
+    granted = bench.told()
+    assert [one.request_id for one in granted] == ["a1", "b1"]
+    assert not any(one.next_ticket for one in granted), "a2 waits, and so would the next one"
+    bench.role.handle(2, Abort(request_id="a2"))
+    bench.submit("b2", B, 1)
+    (last,) = bench.told(2)
+    assert last.next_ticket
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_call_ahead_that_fails_loses_its_request_before_and_behind_the_grant(
+    granted: bool, fallback: bool
+) -> None:
+    bench = Bench()
+    bench.submit("a1", A, 1)
+    (first,) = bench.told()
+    bench.submit("a2", A, 1, called=(first.next_ticket, 0.0), fallback=fallback)
+    if granted:
+        bench.told()
+    failed = PrefillFailed(request_id="a2", ticket=first.next_ticket, reason="no route to host")
+    bench.role.handle(1, failed)
+    bench.role.handle(1, failed)
+    told = bench.told()
+    assert bench.local == (["a2"] if fallback else [])
+    failures = [message for message in told if isinstance(message, Failed)]
+    assert [(one.request_id, one.status) for one in failures] == ([] if fallback else [("a2", 503)])
+    assert not any(isinstance(message, Granted) for message in told)
+
+
+def test_a_request_that_goes_another_way_has_its_call_taken_back() -> None:
+    bench = Bench()
+    bench.submit("a1", A, 1)
+    (first,) = bench.told()
+    bench.submit("o1", OTHER, 1, called=(first.next_ticket, 0.0))
+    assert bench.told() == [Deferred(request_id="o1")], "no link is up to there"
+    bench.submit("a2", A, 1)
+    (granted,) = bench.told()
+    bench.submit("a3", A, 17, called=(granted.next_ticket, 0.0))
+    assert bench.told() == [Deferred(request_id="a3")], "more than one link may hold"
+    assert bench.local == ["o1", "a3"]

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from kvrail.frontend import cli
 from kvrail.frontend.launch import _with_model_folder
 from kvrail.runtime.config import LaunchConfig, mps_sign, rank_environment
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.visible_gpus import check_gpus
 
 GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -139,12 +143,66 @@ def test_a_token_that_others_can_read(tmp_path: Path) -> None:
     assert "others can read it: chmod 600" in said[0]
 
 
+def broken_model(folder: Path) -> Path:
+    """What looks like a checkpoint from outside."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_what_only_a_rank_can_refuse_is_refused_with_the_same_status(tmp_path: Path) -> None:
+    model = broken_model(tmp_path / "model")
+    # Not tmp_path: the path of a Unix socket must be short.
+    with tempfile.TemporaryDirectory(prefix="kvrail-t") as folder:
+        status, said = run("--role", "pe", "--model", str(model), "--port", "0", folder=Path(folder))
+    assert status == 2, said
+    assert any("rank 0 ended with exit status 2" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("visible", "start", "wrong"),
+    [
+        (2, 0, ""),
+        (1, 0, "for --dp 2: needs GPU 1, and 1 are visible"),
+        (0, 100, "and 0 are"),
+        (9, 803, "error 803"),
+    ],
+)
+def test_gpus_are_counted_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, visible: int, start: int, wrong: str
+) -> None:
+    def count(number: Any) -> int:
+        number._obj.value = visible
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: start, cuDeviceGetCount=count)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    config = LaunchConfig(**GOOD, device="cuda", dp=2)
+    if wrong:
+        with pytest.raises(ConfigError, match=wrong):
+            check_gpus(config)
+    else:
+        check_gpus(config)
+    check_gpus(LaunchConfig(**GOOD))
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_listening(tmp_path: Path) -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("there is a driver")
+    model = broken_model(tmp_path / "model")
+    status, said = run("--role", "pe", "--model", str(model), "--device", "cuda", folder=tmp_path)
+    assert (status, len(said)) == (2, 1)
+    assert "--device cuda: this machine has no NVIDIA driver" in said[0]
+
+
 def test_a_folder_too_deep_for_unix_sockets(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").touch()
+    model = broken_model(tmp_path / "model")
     status, said = run("--role", "pe", "--model", str(model), "--port", "0", folder=deep)
     assert (status, len(said)) == (2, 1)
     assert "give a shorter --runtime-dir" in said[0]

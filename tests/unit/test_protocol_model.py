@@ -67,11 +67,12 @@ class Protocol(RuleBasedStateMachine):
         verify=st.booleans(),
         called=st.sampled_from([True, True, False]),
         prompt=st.integers(0, 3),
+        ahead=st.booleans(),
     )
-    def submit(self, host: int, tokens: int, verify: bool, called: bool, prompt: int) -> None:
-        """A request gets its grant; its call may be faster or slower than that."""
+    def submit(self, host: int, tokens: int, verify: bool, called: bool, prompt: int, ahead: bool) -> None:
+        """A request gets its grant; its call may be faster or slower than that, or there without one."""
         waiting = len(self.world.calls)
-        self.world.submit(host, tokens, verify, prompt)
+        self.world.submit(host, tokens, verify, prompt, ahead)
         if called and len(self.world.calls) > waiting:
             self.call(0)
 
@@ -271,7 +272,8 @@ def walk(seed: int, steps: int) -> World:
         return chance.randrange(limit)
 
     def submit() -> None:
-        machine.submit(some(2), some(19), chance.random() < 0.5, chance.random() < 0.8, some(2))
+        ahead = chance.random() < 0.5
+        machine.submit(some(2), some(19), chance.random() < 0.5, chance.random() < 0.8, some(2), ahead)
 
     def compute() -> None:
         finish = chance.choice([None, None, None, None, "length"])
@@ -310,6 +312,7 @@ def test_long_walks_reach_everything() -> None:
         seen += sum((process.sender.counters for process in world.processes), Counter[str]())
     expected = {
         "put": 2000,
+        "called in vain": 20,
         "matched": 200,
         "matched all": 50,
         "FirstTokenReady": 500,
