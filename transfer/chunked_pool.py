@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.transfer.errors import CudaFailed
 from kvrail.transfer.memory import HostPool, OutOfMemory, available_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Span(NamedTuple):
 class ChunkedPool:
     """`units` units of `unit_bytes` bytes each, zero-filled and registered with UCX.
 
-    With `pin` they are page-locked, so that GPUs can copy from them and to them.
+    With `pin` they are page-locked, so that GPUs can copy from them and to them. `shortage`: why there are fewer units
+    than were asked for, or "".
     """
 
     def __init__(
@@ -48,29 +50,43 @@ class ChunkedPool:
         progress: Callable[[float], None] | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
         pin: _ucx.CudaDevice | None = None,
+        collapse: bool = True,
+        fewer: bool = False,
     ) -> None:
-        """`progress` hears the share that is done. Raises OutOfMemory or (pinning) CudaFailed, with nothing kept."""
-        self.units = units
+        """`progress` hears the share that is done; `collapse` as for HostPool.
+
+        Raises OutOfMemory or (pinning) CudaFailed, with nothing kept: with `fewer` only when it is the first chunk that
+        cannot be had.
+        """
         self.unit_bytes = unit_bytes
-        self.nbytes = units * unit_bytes
+        self.shortage = ""
         self._per_chunk = max(1, chunk_bytes // unit_bytes)
         self._chunks: list[HostPool] = []
         # Said before gigabytes have been taken from everybody else.
-        if self.nbytes > available_bytes():
+        if units * unit_bytes > available_bytes() and not fewer:
             raise OutOfMemory(
-                f"pool {name} needs {self.nbytes >> 20} MiB of memory and the host has "
+                f"pool {name} needs {units * unit_bytes >> 20} MiB of memory and the host has "
                 f"{available_bytes() >> 20} MiB available"
             )
         try:
             for first in range(0, units, self._per_chunk):
                 count = min(self._per_chunk, units - first)
-                chunk = HostPool(context, units=count, unit_bytes=unit_bytes, name=name, pin=pin)
+                chunk = HostPool(
+                    context, units=count, unit_bytes=unit_bytes, name=name, pin=pin, collapse=collapse
+                )
                 self._chunks.append(chunk)
                 if progress is not None:
                     progress((first + count) / units)
+        except (OutOfMemory, CudaFailed) as error:
+            if not (fewer and self._chunks):
+                self.close()
+                raise
+            self.shortage = str(error)
         except BaseException:
             self.close()
             raise
+        self.units = sum(chunk.units for chunk in self._chunks)
+        self.nbytes = self.units * unit_bytes
         self._addresses = np.array([chunk.address for chunk in self._chunks], dtype=np.uint64)
 
     @property

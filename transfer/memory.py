@@ -70,7 +70,8 @@ class HostPool:
 
     `address` is that of unit 0, `nbytes` = units * unit_bytes; `mapped_bytes` (what the file holds) may be larger.
     `buffer` is a writable memoryview of the nbytes bytes. `backing` says which pages the kernel really gave. With `pin`
-    the memory is page-locked, so that GPUs can copy from it and to it.
+    the memory is page-locked, so that GPUs can copy from it and to it. Without `collapse` huge pages are taken only
+    where the kernel gives them at once: for memory that no CPU copies.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class HostPool:
         unit_bytes: int,
         name: str = "pages",
         pin: _ucx.CudaDevice | None = None,
+        collapse: bool = True,
     ) -> None:
         if units < 1 or unit_bytes < 1:
             raise ValueError(f"pool {name}: {units} units of {unit_bytes} bytes")
@@ -89,7 +91,7 @@ class HostPool:
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
         self.memory: Final = "host"
-        self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name)
+        self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name, collapse)
         self.backing: Backing = "hugetlb" if hugetlb else _backing(self.address, self.mapped_bytes)
         self._pinned: _ucx.PinnedMemory | None = None
         try:
@@ -229,12 +231,12 @@ class Pools:
             pool.close()
 
 
-def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
+def _allocate(nbytes: int, name: str, collapse: bool) -> tuple[int, int, int, bool]:
     """(sealed memfd, address and length of its mapping with every page present, whether it is hugetlb)."""
     size = -(-nbytes // _HUGE) * _HUGE
     if _hugetlb_free() >= size:
         try:
-            return *_map(size, name, os.MFD_HUGETLB), True
+            return *_map(size, name, os.MFD_HUGETLB, collapse), True
         except OSError:
             pass  # Another process took the reserved pages in between.
     if nbytes < _HUGE:
@@ -243,12 +245,12 @@ def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
     if size > available:
         raise OutOfMemory(_short(name, size, available))
     try:
-        return *_map(size, name, 0), False
+        return *_map(size, name, 0, collapse), False
     except OSError as error:
         raise OutOfMemory(f"{_short(name, size, available)} ({error})") from error
 
 
-def _map(size: int, name: str, flags: int) -> tuple[int, int, int]:
+def _map(size: int, name: str, flags: int, collapse: bool) -> tuple[int, int, int]:
     fd = os.memfd_create(f"kvrail-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
@@ -267,7 +269,8 @@ def _map(size: int, name: str, flags: int) -> tuple[int, int, int]:
         _unmap(address, size)
         os.close(fd)
         raise
-    if not flags and size >= _HUGE and not _thp_for_shared_memory() and size <= _COLLAPSE_LIMIT:
+    collapse = collapse and not flags and _HUGE <= size <= _COLLAPSE_LIMIT
+    if collapse and not _thp_for_shared_memory():
         # The kernel's setting is against huge pages on demand, but it still collapses on request.
         with contextlib.suppress(OSError):
             _call("madvise", address, size, _MADV_COLLAPSE)

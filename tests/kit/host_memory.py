@@ -42,6 +42,9 @@ class _Copy:
         self.error = ""
         self.seconds = 0.001
 
+    def precede(self) -> None:
+        assert self.usable
+
     def wait(self, timeout_s: float) -> None:
         pass
 
@@ -54,6 +57,8 @@ class _Copy:
 class SlowCopier:
     """Implements PageCopier; `run` carries out what has been asked for."""
 
+    in_stream_order = False
+
     def __init__(self) -> None:
         self.asked: list[_Copy] = []
 
@@ -62,6 +67,14 @@ class SlowCopier:
         return self.asked[-1]
 
     load = save
+
+    def snapshot(self, source: Any, target: Any, nbytes: int) -> _Copy:
+        copy = _Copy(source, target, nbytes)
+        copy.run()
+        return copy
+
+    def behind_loads(self) -> None:
+        return None
 
     def run(self, count: int = 1000, *, error: str = "") -> None:
         for copy in self.asked[:count]:

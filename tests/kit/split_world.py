@@ -381,8 +381,8 @@ class SplitWorld:
     def assert_idle(self) -> None:
         for rig in (self.ce, self.pe):
             rig.assert_idle()
-            assert not rig.engine._sequences
-            assert not rig.engine._families
+            assert not rig.engine._roster._sequences
+            assert not rig.engine._roster._families
             if rig.host is not None:
                 assert not rig.host._loads
                 assert not rig.host._orphans
