@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -75,17 +74,18 @@ def test_the_cache_is_shown(caches: Caches) -> None:
     assert "(pinned)" in caches.pe.log.read_text()
 
 
-def test_a_model_with_windows_hits_with_its_states(tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path / "model", "gemma3")
-    single = start_single(model, tmp_path, "--device", "cuda:0", "--attention", "torch")
+def test_a_model_with_windows_hits_with_its_states(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("windows")
+    model = tiny_checkpoint(folder / "model", "gemma3")
+    single = start_single(model, folder, "--device", "cuda:0", "--attention", "torch")
     split = start_split(
-        model, tmp_path, "peer", 16, *FLAGS, "--lane", "peer",
+        model, folder, "peer", 16, *FLAGS, "--lane", "peer",
         pe_flags=(*PE_FLAGS, "--hicache-state-interval", "2"), ce_flags=("--device", CE_DEVICE),
     )  # fmt: skip
     with serving(single, split.pe, split.ce):
         wait_for_links(split.ce, split.pe, within_s=120)
         single.wait_ready()
-        caches = Caches(split.pe, split.ce, single, tmp_path)
+        caches = Caches(split.pe, split.ce, single, folder)
         prompt = fresh(6 * 16 + 5)
         assert caches.same(prompt) == 0
         assert caches.same([*prompt, *fresh(3)]) == 6 * 16

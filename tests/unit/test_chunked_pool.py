@@ -53,3 +53,17 @@ def test_nothing_stays_pinned_when_a_chunk_cannot_be() -> None:
         ChunkedPool(context, units=5, unit_bytes=PAGE, name="t", chunk_bytes=2 * PAGE, pin=device)  # type: ignore[arg-type]
     assert device.ranges == []
     context.close()
+
+
+def test_fewer_units_than_asked_for_where_they_will_do() -> None:
+    context, device = ucx.open_context("tcp", "127.0.0.1"), Pinning(2)
+    pool = ChunkedPool(
+        context, units=7, unit_bytes=PAGE, name="t", chunk_bytes=2 * PAGE, pin=device, fewer=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert (pool.units, pool.nbytes, len(pool.chunks)) == (4, 4 * PAGE, 2)
+    assert "pinning stopped" in pool.shortage
+    pool.close()
+    with pytest.raises(CudaFailed, match="pinning stopped"):
+        ChunkedPool(context, units=7, unit_bytes=PAGE, name="t", pin=Pinning(0), fewer=True)  # type: ignore[arg-type]
+    assert device.ranges == []
+    context.close()
