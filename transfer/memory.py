@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import weakref
@@ -69,9 +70,9 @@ class HostPool:
     """`units` units of `unit_bytes` bytes each, zero-filled, every page already there, registered with UCX.
 
     `address` is that of unit 0, `nbytes` = units * unit_bytes; `mapped_bytes` (what the file holds) may be larger.
-    `buffer` is a writable memoryview of the nbytes bytes. `backing` says which pages the kernel really gave. With `pin`
-    the memory is page-locked, so that GPUs can copy from it and to it. Without `collapse` huge pages are taken only
-    where the kernel gives them at once: for memory that no CPU copies.
+    `buffer` is a writable memoryview of the nbytes bytes. With `pin` the memory is page-locked, so that GPUs can copy
+    from it and to it. Without `collapse` huge pages are taken only where the kernel gives them at once: for memory that
+    no CPU copies.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class HostPool:
         self.nbytes = units * unit_bytes
         self.memory: Final = "host"
         self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name, collapse)
-        self.backing: Backing = "hugetlb" if hugetlb else _backing(self.address, self.mapped_bytes)
+        self._hugetlb = hugetlb
         self._pinned: _ucx.PinnedMemory | None = None
         try:
             if pin is not None:
@@ -109,6 +110,11 @@ class HostPool:
         # Every view of the memory (a tensor, an array, a slice) keeps this object alive; see close.
         self._viewed = weakref.ref(array)
         self.buffer: memoryview | None = memoryview(array).cast("B")
+
+    @functools.cached_property
+    def backing(self) -> Backing:
+        """Which pages the kernel gave. To be asked while the pool is open; the answer costs a walk over all memory."""
+        return "hugetlb" if self._hugetlb else _backing(self.address, self.mapped_bytes)
 
     def packed_key(self) -> bytes:
         """The remote key that a peer needs for UCX puts into this pool."""

@@ -10,8 +10,8 @@ namespace {
 
 // SMs that the kernel takes: they reach what PCIe gives (doc/kernels.md).
 constexpr int kBlocks = 4;
-// Runs from this length on go by copy engine: what a call costs is then a small part of what its bytes take.
-constexpr std::uint64_t kEngineRun = 1 << 20;
+// Runs from this length on go by copy engine. A call costs 3 µs of its time, those of 140 KiB (doc/gpu.md).
+constexpr std::uint64_t kEngineRun = 4 << 20;
 constexpr std::uint64_t kVector = 16;
 
 }  // namespace
