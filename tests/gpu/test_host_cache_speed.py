@@ -23,6 +23,7 @@ from kvrail.runtime.model import PagedModel
 from kvrail.runtime.random_model import make_model
 from kvrail.transfer import ucx
 from kvrail.transfer.chunked_pool import ChunkedPool
+from kvrail.transfer.memory import available_bytes
 from kvrail.transfer.pages import PagePool
 
 if TYPE_CHECKING:
@@ -131,9 +132,23 @@ def test_a_second_trip_from_the_host_would_delay_the_first(blocks: Blocks) -> No
     assert median(beside) > 1.3 * median(alone)
 
 
+def test_a_cache_of_the_usual_size_is_there_in_seconds(cuda: CudaDevice) -> None:
+    if available_bytes() < 64 * GIB:
+        pytest.skip("needs a host with 64 GiB available")
+    context = ucx.open_context("tcp", "127.0.0.1")
+    began = time.perf_counter()
+    pool = ChunkedPool(context, units=2048, unit_bytes=BLOCK, name="t", pin=cuda, collapse=False)
+    took = time.perf_counter() - began
+    pool.close()
+    context.close()
+    print(f"{pool.nbytes / GIB:.0f} GiB allocated and pinned in {took:.1f} s, closed in "
+          f"{time.perf_counter() - began - took:.1f} s")  # fmt: skip
+    assert took < 30
+
+
 # --- beside a model of 8 B ------------------------------------------------------------------------------------------
 
-PAGE_TOKENS, PROMPT, TOGETHER, PAIRS = 128, 8192, 4, 5
+PAGE_TOKENS, PROMPT, TOGETHER, PAIRS = 128, 8192, 4, 4
 
 
 class Big:
