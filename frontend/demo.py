@@ -153,7 +153,8 @@ def _start(
     pe_port, ce_port = free_port(8889), free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
-    pe = Launched("pe", pe_port, logs, "--device", devices.pe, *common)
+    # Tens of GiB, as on a GPU by default, would take longer than the whole demo.
+    pe = Launched("pe", pe_port, logs, "--device", devices.pe, "--hicache-size-gb", "1", *common)
     stack.callback(pe.stop)
     ce = Launched("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common)
     stack.callback(ce.stop)

@@ -16,6 +16,7 @@ from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.completion import Completion
 from kvrail.runtime.config import LaunchConfig, environment, mps_sign, ucx_overrides
 from kvrail.runtime.cuda_memory import free_bytes, gpu_facts, open_cuda, rank_device
+from kvrail.runtime.device import Compute
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.grammar import Grammars, tokenizer_text
 from kvrail.runtime.host_cache import HostPrefixCache
@@ -88,7 +89,6 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         )
         stack.callback(reactor.close)
         on_gpu = device != "cpu"
-        pin = None if on_gpu else cuda
         pools = Pools.allocate(
             context,
             pages=max(1, pages),
@@ -96,14 +96,17 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             state_slots=state_slots,
             state_bytes=layout.state_bytes,
             cuda=cuda if on_gpu else None,
-            pin=pin,
+            pin=None if on_gpu else cuda,
         )
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
         reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
-        host_cache = build_host_cache(config, context, layout, pools, pool, memory, pin)
+        compute = Compute(model.device)
+        host_cache = build_host_cache(
+            config, context, layout, pools, pool, memory, gpu=cuda, stream=compute.stream
+        )
         grammars = Grammars(functools.partial(tokenizer_text, checkpoint.folder), model.vocab_size)
         stack.callback(grammars.close)
         engine = EmbeddedEngine(
@@ -116,6 +119,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             grammars=grammars,
+            compute=compute,
         )
         stack.callback(engine.close)
         links: Links | None = None

@@ -74,11 +74,13 @@ class LaunchConfig:
     )
     hicache_size_gb: float | None = _setting(
         None,
-        "GiB of host memory for the prefix cache of each rank (default: 1 for a pe on a CPU, else 0; 0: none)",
+        "GiB of host memory for the prefix cache of each rank (default for a pe: 32 on a GPU, at most half of what the "
+        "host has free, and 1 on a CPU; else 0; 0: none)",
     )
     hicache_state_slots: int | None = _setting(
         None,
-        "states in the host cache, for models with sliding windows (default: 256, if half of it holds them)",
+        "states in the host cache, for models with sliding windows (default: as many as half of it holds, at most "
+        "4096 on a GPU and 256 on a CPU)",
     )
     hicache_state_interval: int = _setting(
         8, "pages of a prompt between the states that the host cache keeps; one more at its end"
@@ -264,10 +266,6 @@ class LaunchConfig:
         )
         on_gpu = self.device != "cpu"
         _require(
-            not on_gpu or not self.hicache_size_gb,
-            f"--hicache-size-gb is for --device cpu: pages on {self.device} cannot be kept in host memory yet",
-        )
-        _require(
             not on_gpu or self.put_transport == "auto",
             f"--put-transport {self.put_transport} is for host memory: UCX cannot put from or into a GPU over it alone",
         )
@@ -320,7 +318,9 @@ class LaunchConfig:
         """GiB of each rank's host prefix cache; 0: it has none."""
         if self.hicache_size_gb is not None:
             return self.hicache_size_gb
-        return 1.0 if self.role == "pe" and self.device == "cpu" else 0.0
+        if self.role != "pe":
+            return 0.0
+        return 1.0 if self.device == "cpu" else 32.0
 
     @property
     def resolved_spin_us(self) -> int:

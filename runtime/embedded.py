@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded engine: continuous batching of transformers models over pages that a PagePool owns.
 
-A sequence is waiting (no pages), running (pages for all its tokens; prefilling or decoding), or held (a finished
-prefill whose pages are being pushed). When a running sequence cannot grow, the youngest goes back to waiting and is
-computed again later; a prefill-only sequence never does, because its pages may be on their way already.
-
-Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over shared pages. On a GPU
-a step that samples nothing returns while its work is still queued.
+Which sequences wait and run is the Roster's business (roster.py); here is the engine protocol, and what a step does:
+plan, compute, draw. Several answers to one prompt (Sampling.n) are one sequence up to its end and then one each, over
+shared pages. On a GPU a step that samples nothing returns while its work is still queued.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.runtime.batch import Batch, Drawn
+from kvrail.runtime.batch import Batch
 from kvrail.runtime.device import Compute, out_of_memory
 from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.errors import BadRequest
@@ -30,11 +26,11 @@ from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
 from kvrail.runtime.ready import check_prompt, ready_sequences
+from kvrail.runtime.roster import Roster
 from kvrail.runtime.sampling import check_sampling
-from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step, victim
+from kvrail.runtime.scheduler import LEAST_CHUNK, Pending, Turn, plan_step
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.runtime.sequence_memory import SequenceMemory
-from kvrail.transfer.errors import NoPages
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["EmbeddedEngine"]
@@ -54,7 +50,8 @@ class EmbeddedEngine:
     `memory`, on the same device, holds at least pool.pages * layout.page_bytes bytes (see model.pool_tensor) and must
     outlive the engine. So must `state_memory`, of pool.state_slots * layout.state_bytes bytes, which only models with
     sliding-window layers need. `grammars`: None where answers are not to follow any.
-    `max_model_len` is cut to what the model and the pool can hold.
+    `max_model_len` is cut to what the model and the pool can hold. `compute`: the model's device, for who knew its
+    stream before (a host cache that copies in its order).
     """
 
     def __init__(
@@ -70,6 +67,7 @@ class EmbeddedEngine:
         prefix_cache: bool = True,
         host_cache: HostPrefixCache | None = None,
         grammars: Grammars | None = None,
+        compute: Compute | None = None,
     ) -> None:
         self.layout = model.layout
         self.vocab_size = model.vocab_size
@@ -81,7 +79,7 @@ class EmbeddedEngine:
         self.max_model_len = min(max_model_len or model.max_model_len, model.max_model_len, capacity)
         self._model = model
         self._pool = pool
-        self._compute = Compute(model.device)
+        self._compute = compute or Compute(model.device)
         self._memory = SequenceMemory(
             pool,
             self.layout,
@@ -91,17 +89,9 @@ class EmbeddedEngine:
             PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
         )
         self._prefixes = self._memory.prefixes
-        self._max_num_seqs = max_num_seqs
+        self._roster = Roster(pool, self._memory, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len)
         self._token_budget = max_num_batched_tokens
         self._grammars = grammars
-        self._sequences: dict[str, EngineSequence] = {}
-        # The live choices of each request for several, once its prompt is computed.
-        self._families: dict[str, list[EngineSequence]] = {}
-        self._waiting: deque[EngineSequence] = deque()
-        self._running: list[EngineSequence] = []
-        self._outputs: list[StepOutput] = []
-        # The situation in which the head of the queue found too few pages; the same again means no work.
-        self._stuck: tuple[object, ...] | None = None
 
     # --- the engine protocol ------------------------------------------------------------------------------------
 
@@ -119,7 +109,7 @@ class EmbeddedEngine:
         sequence = EngineSequence(
             sequence_id, tokens, sampling, prefill_only=prefill_only, cache=cache, grammars=self._grammars
         )
-        self._queue(sequence)
+        self._roster.queue(sequence)
 
     def resume(
         self,
@@ -137,9 +127,9 @@ class EmbeddedEngine:
             sequence.firsts = first_tokens
         else:
             sequence.append(first_tokens[0])
-            if self._finished_before(sequence):
+            if self._roster.ended(sequence):
                 return
-        self._queue(sequence)
+        self._roster.queue(sequence)
 
     def adopt(
         self,
@@ -157,29 +147,18 @@ class EmbeddedEngine:
         sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
-        self._sequences[sequence_id] = sequence
-        self._running.append(sequence)
+        self._roster.run(sequence)
         self._prefixes.index(sequence)
         if sequence.to_branch:
-            self._branch(sequence, first_tokens)
+            self._roster.branch(sequence, first_tokens)
         else:
             sequence.append(first_tokens[0])
-            if self._finished_before(sequence):
-                self._drop(sequence)
+            if self._roster.ended(sequence):
+                self._roster.drop(sequence)
 
     def abort(self, sequence_id: str, choice: int | None = None) -> None:
         """Drop a sequence in any state and free its pages, or drop one choice; unknown ids are ignored."""
-        sequence = self._sequences.get(sequence_id)
-        if sequence is not None and sequence.to_branch and choice is not None:
-            sequence.closed.add(choice)
-            if len(sequence.closed) < sequence.sampling.n:
-                return
-        family = [sequence] if sequence is not None else list(self._families.get(sequence_id, ()))
-        for one in family:
-            if choice is None or one.to_branch or one.choice == choice:
-                if one in self._waiting:
-                    self._waiting.remove(one)
-                self._drop(one)
+        self._roster.abort(sequence_id, choice)
 
     def release(self, sequence_id: str) -> None:
         """Free the pages of a finished prefill-only sequence; the same as `abort` for any other."""
@@ -187,7 +166,7 @@ class EmbeddedEngine:
 
     def sequence(self, sequence_id: str) -> SequenceState | None:
         """The state of a live sequence (waiting, running, or held after prefill only)."""
-        sequence = self._sequences.get(sequence_id)
+        sequence = self._roster.get(sequence_id)
         host_pages = self._prefixes.host_pages(sequence_id)
         return None if sequence is None else sequence.state._replace(host_pages=host_pages)
 
@@ -211,146 +190,38 @@ class EmbeddedEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if self._running or self._outputs or self._prefixes.busy:
-            return True
-        return bool(self._waiting) and self._situation() != self._stuck
+        return self._roster.has_work or self._prefixes.busy
 
     @property
     def load(self) -> dict[Literal["running", "waiting", "waiting_tokens"], int]:
         """Sequences in the batch, in the queue, and prompt tokens still to compute."""
-        todo = [s.remaining for s in (*self._waiting, *self._running) if s.remaining > 1]
-        return {"running": len(self._running), "waiting": len(self._waiting), "waiting_tokens": sum(todo)}
+        return self._roster.load
 
     def step(self) -> list[StepOutput]:
         """Run one batch and tell what it did for each sequence in it."""
         self._prefixes.poll()
-        self._admit()
-        ready, faulty = ready_sequences(self._running, self._prefixes)
+        self._roster.admit(self._token_budget)
+        ready, faulty = ready_sequences(self._roster.running, self._prefixes)
         for sequence, fault in faulty:
-            self._fail(sequence, fault)
+            self._roster.fail(sequence, fault)
         pending = [Pending(s.sequence_id, s.remaining, self._tail(s)) for s in ready]
-        turns = self._with_pages(plan_step(pending, token_budget=self._token_budget))
+        turns = self._roster.with_pages(plan_step(pending, token_budget=self._token_budget))
         turns = [self._cut(turn) for turn in turns]
         if turns:
             self._run(turns)
-        elif not self._outputs:
+        elif not self._roster.outputs:
             self._prefixes.wait(_COPY_WAIT_S)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._roster.take_outputs()
 
-    # --- queue ----------------------------------------------------------------------------------------------------
+    # --- inside ----------------------------------------------------------------------------------------------------
 
     def _check(self, sequence_id: str, tokens: npt.NDArray[np.uint32], sampling: Sampling) -> None:
         check_sampling(sampling, self.vocab_size)
         if sampling.grammar and self._grammars is None:
             raise BadRequest("this engine has no grammars", param="response_format")
-        if sequence_id in self._sequences or sequence_id in self._families:
+        if sequence_id in self._roster:
             raise ValueError(f"sequence {sequence_id} exists already")
         check_prompt(tokens, self.max_model_len, self.vocab_size)
-
-    def _queue(self, sequence: EngineSequence) -> None:
-        self._sequences[sequence.sequence_id] = sequence
-        self._waiting.append(sequence)
-        self._stuck = None
-
-    def _finished_before(self, sequence: EngineSequence) -> bool:
-        """Whether a first token made elsewhere ends the sequence: then the next step just says so."""
-        reason = sequence.finish_reason(self.max_model_len)
-        if reason is not None:
-            self._outputs.append(sequence.output(finish_reason=reason))
-        return reason is not None
-
-    def _branch(self, parent: EngineSequence, firsts: Mapping[int, int]) -> None:
-        """The prompt is computed: go on with one sequence for each choice, over the same pages.
-
-        A choice for which there is no seat or page waits, and is computed anew, like a preempted one.
-        """
-        going: list[EngineSequence] = []
-        for one in parent.branch(firsts):
-            if not self._finished_before(one):
-                going.append(one)
-                self._sequences[one.sequence_id] = one
-        del self._sequences[parent.sequence_id]
-        place = self._running.index(parent)
-        self._running.remove(parent)
-        if not going:
-            self._memory.release(parent)
-            return
-        self._families[parent.request_id] = list(going)
-        started, late = going[:1], list[EngineSequence]()
-        for one in going[1:]:
-            seats = self._max_num_seqs - len(self._running) - len(started)
-            (started if seats > 0 and self._memory.share(parent, one) else late).append(one)
-        self._memory.inherit(parent, going[0])
-        self._running[place:place] = started
-        for one in late:
-            one.restart()
-        self._waiting.extendleft(reversed(late))
-        self._stuck = None
-
-    def _situation(self) -> tuple[object, ...]:
-        head = self._waiting[0].sequence_id if self._waiting else None
-        pool = self._pool
-        held = (pool.available, pool.owned, pool.free_states)
-        return (head, *held, len(self._running), len(self._sequences))
-
-    def _admit(self) -> None:
-        """Move waiting sequences into the batch while there are seats, tokens in the budget, and pages."""
-        budget = self._token_budget - sum(s.remaining for s in self._running)
-        if all(s.remaining == 1 for s in self._running):
-            budget = max(budget, LEAST_CHUNK)
-        while self._waiting and len(self._running) < self._max_num_seqs and budget > 0:
-            sequence = self._waiting[0]
-            # Each decoding sequence may want a page soon: admitting into the very last pages only causes preemption.
-            reserve = sum(not s.prefill_only for s in self._running)
-            if not self._memory.place(sequence, reserve):
-                if self._hopeless():
-                    self._waiting.popleft()
-                    self._fail(
-                        sequence, f"needs more than the {self._pool.available} pages that can ever be free"
-                    )
-                    continue
-                self._stuck = self._situation()
-                return
-            self._waiting.popleft()
-            self._running.append(sequence)
-            budget -= sequence.remaining
-            if sequence.prefill_only and self._prefixes.host_pages(sequence.sequence_id):
-                # Whoever pushes them need not wait until they are in the pool as well.
-                self._outputs.append(sequence.output())
-
-    def _hopeless(self) -> bool:
-        """Whether nobody is left who could give pages back.
-
-        What is in quarantine comes back in a moment, or never: how long to wait for it is the caller's to say.
-        """
-        pool = self._pool
-        held = pool.owned + pool.shared + pool.quarantined + pool.state_slots - pool.free_states
-        return not self._running and held == 0
-
-    # --- a step ---------------------------------------------------------------------------------------------------
-
-    def _with_pages(self, turns: list[Turn]) -> list[Turn]:
-        """The turns that have pages for their tokens, after growth and, where it must be, preemption."""
-        for turn in turns:
-            while (sequence := self._sequences[turn.sequence_id]).placed:
-                try:
-                    self._memory.grow(sequence, sequence.computed + turn.tokens)
-                    break
-                except NoPages:
-                    self._preempt_one()
-        return [turn for turn in turns if self._sequences[turn.sequence_id].placed]
-
-    def _preempt_one(self) -> None:
-        chosen = victim(
-            [(s.sequence_id, not s.prefill_only and not self._prefixes.loading(s)) for s in self._running]
-        )
-        assert chosen is not None, "the sequence that wants to grow may itself be preempted"
-        sequence = self._sequences[chosen]
-        self._running.remove(sequence)
-        self._memory.release(sequence)
-        sequence.restart()
-        self._waiting.appendleft(sequence)
 
     def _tail(self, sequence: EngineSequence) -> int:
         """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's."""
@@ -359,12 +230,12 @@ class EmbeddedEngine:
 
     def _cut(self, turn: Turn) -> Turn:
         """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""
-        sequence = self._sequences[turn.sequence_id]
+        sequence = self._roster[turn.sequence_id]
         most = min(turn.tokens, _LOGITS_CHUNK) if sequence.wants_prompt_logprobs else turn.tokens
         return turn._replace(tokens=self._prefixes.chunk(sequence, most))
 
     def _run(self, turns: list[Turn]) -> None:
-        parts = [(self._sequences[turn.sequence_id], turn.tokens) for turn in turns]
+        parts = [(self._roster[turn.sequence_id], turn.tokens) for turn in turns]
         batch = Batch(parts)
         before = [sequence.computed for sequence, _ in parts]
         try:
@@ -393,18 +264,18 @@ class EmbeddedEngine:
         else:
             self._compute.pace()
         for sequence, logprobs in noted:
-            self._outputs.append(sequence.output(prompt_logprobs=logprobs))
+            self._roster.outputs.append(sequence.output(prompt_logprobs=logprobs))
         for sequence, _ in parts:
             self._prefixes.index(sequence)
             if sequence.remaining:
-                self._outputs.append(sequence.output())
+                self._roster.outputs.append(sequence.output())
         for sequence, found in drawn:
             if isinstance(found, str):
-                self._fail(sequence, found)
+                self._roster.fail(sequence, found)
             elif sequence.firsts is not None:
-                self._branch(sequence, sequence.firsts)
+                self._roster.branch(sequence, sequence.firsts)
             else:
-                self._emit(sequence, found)
+                self._roster.emit(sequence, found)
 
     def _shrink(self, parts: list[tuple[EngineSequence, int]]) -> None:
         """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
@@ -420,38 +291,4 @@ class EmbeddedEngine:
             _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
         else:
             _log.error("%s (the youngest sequence of the batch fails)", told)
-            self._fail(parts[-1][0], told)
-
-    def _emit(self, sequence: EngineSequence, drawn: list[Drawn]) -> None:
-        """Tell the next token of the sequence, or the first ones of its choices."""
-        going: dict[int, int] = {}
-        for choice, token, logprob in drawn:
-            choice.append(token)
-            reason = choice.finish_reason(self.max_model_len)
-            self._outputs.append(choice.output(token, reason, logprob))
-            if reason is None:
-                going[choice.choice] = token
-        if sequence.prefill_only:
-            self._running.remove(sequence)
-        elif sequence.to_branch:
-            self._branch(sequence, going)
-        elif not going:
-            self._drop(sequence)
-
-    def _fail(self, sequence: EngineSequence, why: str) -> None:
-        self._outputs.append(sequence.output(finish_reason="abort", error=why))
-        if sequence.prefill_only and sequence.placed:
-            self._running.remove(sequence)
-        else:
-            self._drop(sequence)
-
-    def _drop(self, sequence: EngineSequence) -> None:
-        del self._sequences[sequence.sequence_id]
-        family = self._families.get(sequence.request_id, [])
-        if sequence in family:
-            family.remove(sequence)
-            if not family:
-                del self._families[sequence.request_id]
-        if sequence in self._running:
-            self._running.remove(sequence)
-        self._memory.release(sequence)
+            self._roster.fail(parts[-1][0], told)

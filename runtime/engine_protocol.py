@@ -44,8 +44,8 @@ class StepOutput(NamedTuple):
 class SequenceState(NamedTuple):
     """A snapshot of one sequence: its page table (pool indices in token order) and how far it is computed.
 
-    `host_pages`: those that stand in the host cache as well, and stay there until the sequence is released. They may
-    be there before they are in the pool: whoever reads pages that were not computed in a step reads these.
+    `host_pages`: those that come from the host cache and can be read before the sequence runs, until it is released
+    (see HostPrefixCache.pages_of). Whoever reads pages that were not computed in a step reads these.
     `state_slot`: where the state of its sliding-window layers lies, or -1. Unlike pages it changes with every token
     that is computed, so it is final only when the whole prompt is.
     """

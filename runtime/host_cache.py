@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from kvrail.runtime.page_copier import Copy, PageCopier, Place
 from kvrail.transfer.chunked_pool import Span
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.prefill_ticket import CachedPages
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
 
 __all__ = ["EngineMemory", "HostPrefixCache", "Slots", "States"]
 
@@ -115,6 +118,8 @@ class HostPrefixCache:
     ) -> None:
         self.stateful = states is not None
         self.state_interval = states.interval if states is not None else 1
+        # Then what is loaded can be used, and pushed, behind its copies: `pages_of` names pages of the pool.
+        self.in_stream_order = copier.in_stream_order
         self._pool = pool
         self._memory = memory
         self._slots = slots
@@ -158,6 +163,8 @@ class HostPrefixCache:
         target = np.array(pages, dtype=np.uint32)
         if self._slots is not None and len(target):
             load.copies.append(self._load(self._slots, load.pages.slots, self._memory, target))
+            if self.in_stream_order:
+                load.pages = CachedPages(load.pages.first, target)
         if self._states is not None and load.hit.state >= 0:
             slots, memory, _ = self._states
             load.copies.append(self._load(slots, _one(load.hit.state), memory, _one(state_slot)))
@@ -177,6 +184,17 @@ class HostPrefixCache:
         load = self._loads.get(sequence_id)
         return load is not None and not load.usable
 
+    def loaded(self, sequence_id: str) -> bool:
+        """Whether nothing is being copied for the sequence."""
+        load = self._loads.get(sequence_id)
+        return load is None or load.done
+
+    def use(self, sequence_id: str) -> None:
+        """The engine's work that is queued from now on finds the pages of a sequence that is not loading."""
+        load = self._loads.get(sequence_id)
+        for copy in load.copies if load is not None else ():
+            copy.precede()
+
     def fault(self, sequence_id: str) -> str:
         """Why the pages of a sequence that is not loading are no good, or ""."""
         load = self._loads.get(sequence_id)
@@ -188,9 +206,25 @@ class HostPrefixCache:
         return self._slots.spans(slots)
 
     def pages_of(self, sequence_id: str) -> CachedPages | None:
-        """Where pages of the sequence stand in the host cache; pinned until `let_go`."""
+        """What of the sequence can be read before it runs; pinned until `let_go`.
+
+        Slots of ours (see `spans`); or pages of the pool, by whoever comes behind `behind_loads`.
+        """
         load = self._loads.get(sequence_id)
         return load.pages if load is not None else None
+
+    def behind_loads(self) -> _ucx.CudaFence | None:
+        """Behind all that has been copied into the pool so far; None unless `in_stream_order`."""
+        return self._copier.behind_loads()
+
+    def inherit(self, sequence_id: str, heir: str) -> None:
+        """`heir` takes over the pages of the sequence, which is no more: copies may still be at work on them."""
+        load = self._loads.pop(sequence_id, None)
+        if load is not None and load.done:
+            self._settle(load)
+        elif load is not None:
+            load.owner = heir
+            self._loads[heir] = load
 
     def let_go(self, sequence_id: str) -> None:
         """The sequence gives its pages back. Must come before the pool frees them: copies may be at work on them."""
@@ -227,10 +261,7 @@ class HostPrefixCache:
         if self._states is not None and state is not None and fill.state >= 0:
             slots, memory, _ = self._states
             source, target = memory.addresses(_one(state[1])), slots.addresses(_one(fill.state))
-            kept = self._copier.save(source, target, slots.unit_bytes)
-            while not kept.usable:
-                kept.wait(1.0)
-            copies.append(kept)
+            copies.append(self._copier.snapshot(source, target, slots.unit_bytes))
             nbytes += slots.unit_bytes
             self._counters["stored_states"] += 1
         if self._slots is not None and pages:

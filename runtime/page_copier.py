@@ -2,8 +2,8 @@
 """Copies between an engine's pages and the host cache's, beside the step loop: the narrow face, and plain memory's.
 
 Ordering is the copier's business. What a `save` reads must not change before its copy is done; what a `load` writes
-may be used as soon as the copy is `usable`, which on a device can be long before it is done: behind it in the order
-of a stream.
+may be used as soon as the copy is `usable`, which on a GPU is long before it is done: by work that it is made to
+`precede` in the order of a stream (cuda_copier.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
 
 __all__ = ["Copy", "PageCopier", "Place", "ThreadCopier"]
 
@@ -28,7 +31,7 @@ class Copy(Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether work that is queued from now on finds the bytes in their place."""
+        """Whether work of the engine that the copy is made to `precede` finds the bytes in their place."""
 
     @property
     def done(self) -> bool:
@@ -41,6 +44,9 @@ class Copy(Protocol):
     @property
     def seconds(self) -> float:
         """How long the bytes took, once it is done."""
+
+    def precede(self) -> None:
+        """The engine's work that is queued from now on comes behind it. Only for a copy that is usable."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when it is done, or after `timeout_s`."""
@@ -56,13 +62,24 @@ class Place(Protocol):
 
 
 class PageCopier(Protocol):
-    """Carries out copies of single units in the order in which they were asked for."""
+    """Carries out copies of single units; those of one kind in the order in which they were asked for.
+
+    `in_stream_order`: loads are usable before they are done (see Copy.precede), and `behind_loads` gives a fence.
+    """
+
+    in_stream_order: bool
 
     def save(self, source: _Addresses, target: _Addresses, nbytes: int) -> Copy:
         """Copy units of `nbytes` from the engine's memory to the host cache."""
 
+    def snapshot(self, source: _Addresses, target: _Addresses, nbytes: int) -> Copy:
+        """As `save`, but the source may change when this returns: by the CPU, or by work that is queued from now on."""
+
     def load(self, source: _Addresses, target: _Addresses, nbytes: int) -> Copy:
         """Copy units of `nbytes` from the host cache to the engine's memory."""
+
+    def behind_loads(self) -> _ucx.CudaFence | None:
+        """Behind every load so far; None unless `in_stream_order`."""
 
     def close(self) -> None:
         """Finish what was asked for."""
@@ -85,6 +102,9 @@ class _ThreadCopy:
     def done(self) -> bool:
         return self._ended.is_set()
 
+    def precede(self) -> None:
+        pass
+
     def wait(self, timeout_s: float) -> None:
         self._ended.wait(timeout_s)
 
@@ -106,6 +126,8 @@ class ThreadCopier:
     Loads go before saves: a request waits for a load, nobody for a save.
     """
 
+    in_stream_order = False
+
     def __init__(self) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, _ThreadCopy | None]] = queue.PriorityQueue()
         self._asked = 0
@@ -116,9 +138,19 @@ class ThreadCopier:
         """See PageCopier."""
         return self._ask(1, source, target, nbytes)
 
+    def snapshot(self, source: _Addresses, target: _Addresses, nbytes: int) -> Copy:
+        """See PageCopier. Done by the caller, who would otherwise wait for the thread, and for pages ahead in it."""
+        copy = _ThreadCopy(list(_runs(source, target, nbytes)))
+        copy.run()
+        return copy
+
     def load(self, source: _Addresses, target: _Addresses, nbytes: int) -> Copy:
         """See PageCopier."""
         return self._ask(0, source, target, nbytes)
+
+    def behind_loads(self) -> None:
+        """See PageCopier."""
+        return None
 
     def close(self) -> None:
         """Finish what was asked for, and end the thread."""

@@ -273,27 +273,37 @@ class Prefilling:
         memory = self._pools.pages if push.pool == PAGE_POOL else self._pools.state
         assert memory is not None
         nbytes = len(push.target) * memory.unit_bytes
-        way = "" if push.cached else self._push_own(writer, push, memory.address, nbytes)
         if push.cached:
-            self._push_cached(writer, push)
+            way = self._push_cached(writer, push, memory.address, nbytes)
+        else:
+            # The copy waits on the GPU for the model's work, and this thread for neither.
+            way = self._push_own(writer, push, memory.address, nbytes, self._computed())
         units = {"pages" if push.pool == PAGE_POOL else "states": len(push.target)}
         by_way = {f"bytes_by_{way}": nbytes} if way else {}
         self._board.count(LinkKey(*push.link), bytes=nbytes, **units, **by_way)
 
-    def _push_own(self, writer: _ucx.Writer, push: Push, address: int, nbytes: int) -> str:
-        """From our pools; returns the way that the bytes take, "" where there is one only."""
+    def _push_own(
+        self, writer: _ucx.Writer, push: Push, address: int, nbytes: int, after: _ucx.CudaFence | None
+    ) -> str:
+        """From our pools, behind `after`; returns the way that the bytes take, "" where there is one only."""
         planner = self._planners.get(LinkKey(*push.link))
         way = planner.choose(nbytes, count_runs(push.source, push.target)) if planner else None
-        # The copy waits on the GPU for the model's work, and this thread for neither.
-        writer.push(push.pool, address, push.source, push.target, after=self._computed(), way=way or "")
+        writer.push(push.pool, address, push.source, push.target, after=after, way=way or "")
         return way or ""
 
-    def _push_cached(self, writer: _ucx.Writer, push: Push) -> None:
-        """Straight from the host cache, while the rest of the prompt is computed."""
+    def _push_cached(self, writer: _ucx.Writer, push: Push, address: int, nbytes: int) -> str:
+        """What came from the host cache, while the rest of the prompt is computed: straight from there.
+
+        On a GPU from its pool, right behind the copy into it: a second trip over PCIe would slow down the first, which
+        the rest of the prompt waits for, and take longer than one between GPUs.
+        """
         assert self._cache is not None
+        self._counters["pages_pushed_from_host"] += len(push.target)
+        if self._cache.in_stream_order:
+            return self._push_own(writer, push, address, nbytes, self._cache.behind_loads())
         for span in self._cache.spans(push.source):
             writer.push(push.pool, span.address, span.units, push.target[span.where])
-        self._counters["pages_pushed_from_host"] += len(push.target)
+        return ""
 
     def _computed(self) -> _ucx.CudaFence | None:
         """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""

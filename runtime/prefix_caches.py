@@ -73,23 +73,26 @@ class PrefixCaches:
     def ready(
         self, running: list[EngineSequence]
     ) -> tuple[list[EngineSequence], list[tuple[EngineSequence, str]]]:
-        """(who can run: nobody who is just being copied in; those whose copies failed, and why).
+        """(who can run; those whose copies failed, and why).
 
-        What came from the host cache is shared in the pool from here on.
+        Nobody who is just being copied in, lest everybody waits for that copy. When there is nobody else, the first
+        whose pages can be used behind their copy. What came from the host cache is shared in the pool from here on.
         """
         if self._host is None or not self._host.loads:
             return running, []
-        here = [sequence for sequence in running if not self.loading(sequence)]
+        here = [sequence for sequence in running if self._host.loaded(sequence.sequence_id)]
+        here = here or [sequence for sequence in running if not self._host.loading(sequence.sequence_id)][:1]
         told = "pages of the host cache could not be copied"
         faulty = [(one, f"{told}: {why}") for one in here if (why := self._host.fault(one.sequence_id))]
         ready = [sequence for sequence in here if not self._host.fault(sequence.sequence_id)]
         for sequence in ready:
+            self._host.use(sequence.sequence_id)
             self.index(sequence)
         return ready, faulty
 
     def loading(self, sequence: EngineSequence) -> bool:
-        """Whether the sequence must not run (nor lose its pages) yet."""
-        return self._host is not None and self._host.loading(sequence.sequence_id)
+        """Whether its pages are just being copied in: it must not lose them yet."""
+        return self._host is not None and not self._host.loaded(sequence.sequence_id)
 
     def chunk(self, sequence: EngineSequence, count: int) -> int:
         """How many of `count` tokens to compute now, so that chunks end where a state is to be kept."""
@@ -118,19 +121,21 @@ class PrefixCaches:
         at_end = sequence.state_slot >= 0 and sequence.computed == full * self._page_tokens
         self._host.save(keys, state=(full - 1, sequence.state_slot) if at_end else None)
 
-    def let_go(self, sequence_id: str) -> None:
-        """The sequence reads nothing from the host cache any more."""
+    def inherit(self, sequence_id: str, heir: str) -> None:
+        """`heir` takes over all that the sequence holds in the pool and in the host cache."""
         if self._host is not None:
-            self._host.let_go(sequence_id)
+            self._host.inherit(sequence_id, heir)
+        self._pool.rename(sequence_id, heir)
 
     def release(self, sequence_id: str) -> None:
         """Give back what the sequence holds in the pool and in the host cache."""
         # In this order: what a copy is still writing into goes to the host cache's keeping first.
-        self.let_go(sequence_id)
+        if self._host is not None:
+            self._host.let_go(sequence_id)
         self._pool.release(sequence_id)
 
     def host_pages(self, sequence_id: str) -> CachedPages | None:
-        """Pages of a sequence that can be read from the host cache until it is released."""
+        """Pages of a sequence that can be pushed before it runs (see HostPrefixCache.pages_of)."""
         pages = self._host.pages_of(sequence_id) if self._host is not None else None
         return pages if pages is not None and len(pages.slots) else None
 

@@ -56,7 +56,7 @@ class SequenceMemory:
             self.prefixes.release(sequence.sequence_id)
             return False
         sequence.pages = cached + self._new_pages(sequence, missing, found - len(cached))
-        sequence.state_slot = self._new_slot(sequence)
+        sequence.state_slot = self._new_slot(sequence, loaded=found > 0)
         sequence.placed = True
         sequence.indexed = len(cached)
         sequence.computed = found * self._layout.page_tokens
@@ -118,8 +118,7 @@ class SequenceMemory:
 
     def inherit(self, parent: EngineSequence, heir: EngineSequence) -> None:
         """Give all that `parent` holds to `heir`."""
-        self.prefixes.let_go(parent.sequence_id)
-        self._pool.rename(parent.sequence_id, heir.sequence_id)
+        self.prefixes.inherit(parent.sequence_id, heir.sequence_id)
         heir.placed, heir.pages, heir.state_slot = True, parent.pages, parent.state_slot
         heir.indexed, heir.queued = parent.indexed, parent.queued
 
@@ -140,9 +139,10 @@ class SequenceMemory:
             self.pages.view(len(self.pages), -1).view(torch.int64).index_fill_(0, index, 0)
         return pages
 
-    def _new_slot(self, sequence: EngineSequence) -> int:
+    def _new_slot(self, sequence: EngineSequence, *, loaded: bool = False) -> int:
+        """A slot; `loaded`: about to be overwritten whole, by a copy that is not in the order of this work."""
         slot = self._pool.allocate_state(sequence.sequence_id)
-        if self.rings is not None:
+        if self.rings is not None and not loaded:
             with self.compute.queue() as sequence.queued:
                 self.rings[slot] = 0
         return slot

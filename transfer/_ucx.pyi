@@ -15,6 +15,7 @@ from kvrail.transfer.errors import CudaFailed, UcxFailed
 UcxError = UcxFailed  # the very classes that are raised
 CudaError = CudaFailed
 U32 = npt.NDArray[np.uint32]  # one dimension, contiguous; anything else is a TypeError, never a silent copy
+U64 = npt.NDArray[np.uint64]  # the same
 
 def library_version() -> tuple[int, int, int]: ...
 def copy_kind() -> str:
@@ -86,6 +87,10 @@ class CudaDevice:
         """Page-lock the caller's host memory, which must outlive the pinning, for every GPU of this process."""
     def record(self, stream: int) -> CudaFence:
         """A fence behind all that is on that CUDA stream of this device by now (0: the default stream)."""
+    def hold(self, stream: int, fence: CudaFence) -> None:
+        """What is put on that stream of this device from now on runs behind the fence."""
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Within this GPU's memory, in the order of the stream."""
     def load_kernels(self, cubin: bytes) -> None:
         """The code of kernels/csrc/page_copy.cu for this device; once, later calls do nothing."""
     def checksum_pages(
@@ -130,6 +135,46 @@ class CudaFence:
         """Raises CudaFailed when work before it failed."""
     def wait(self) -> None:
         """With the GIL released."""
+
+@final
+class HostCopy:
+    """One call of HostCopies.copy."""
+    @property
+    def fence(self) -> CudaFence:
+        """Behind the copy."""
+    def done(self) -> bool:
+        """Raises CudaFailed when it, or work before it, failed."""
+    def seconds(self) -> float:
+        """What it took on the GPU, once it is done."""
+
+@final
+class HostCopies:
+    """Copies between a GPU's memory and pinned host memory, one way, in order, on a stream of its own.
+
+    `to_host`: sources are on the GPU, and copies come after all other work; else they come first. One thread at a
+    time. Dropping it waits for its copies.
+    """
+    def __init__(self, device: CudaDevice, *, to_host: bool) -> None:
+        """`load_kernels` comes first."""
+    def copy(
+        self,
+        sources: U64,
+        targets: U64,
+        nbytes: int,
+        *,
+        after: CudaFence | None = None,
+        way: Literal["", "kernel", "engine"] = "",
+    ) -> HostCopy:
+        """Queue the copy of `nbytes` bytes from each source address to its target, behind `after`.
+
+        The arrays are copied before it returns. `way`: "" takes the copy engine for long runs, else the kernel.
+        ValueError, with nothing queued, when the host's side is not pinned or anything is no multiple of 16 bytes.
+        An address outside the GPU's memory breaks the CUDA context for good.
+        """
+    def record(self) -> CudaFence:
+        """A fence behind every copy so far."""
+    def wait(self) -> None:
+        """Until every copy is done (GIL released)."""
 
 @final
 class Reactor:

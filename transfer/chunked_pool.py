@@ -7,12 +7,15 @@ or pushes asks `spans` which chunk a unit lies in.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.transfer.errors import CudaFailed
 from kvrail.transfer.memory import HostPool, OutOfMemory, available_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["ChunkedPool", "Span"]
 
 _CHUNK_BYTES = 1 << 30
+# One thread gets a GiB of small pages in a second.
+_MOST_THREADS = 8
 _U32 = npt.NDArray[np.uint32]
 
 
@@ -35,7 +40,8 @@ class Span(NamedTuple):
 class ChunkedPool:
     """`units` units of `unit_bytes` bytes each, zero-filled and registered with UCX.
 
-    With `pin` they are page-locked, so that GPUs can copy from them and to them.
+    With `pin` they are page-locked, so that GPUs can copy from them and to them. `shortage`: why there are fewer units
+    than were asked for, or "".
     """
 
     def __init__(
@@ -48,29 +54,54 @@ class ChunkedPool:
         progress: Callable[[float], None] | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
         pin: _ucx.CudaDevice | None = None,
+        collapse: bool = True,
+        fewer: bool = False,
+        threads: int | None = None,
     ) -> None:
-        """`progress` hears the share that is done. Raises OutOfMemory or (pinning) CudaFailed, with nothing kept."""
-        self.units = units
+        """`progress` hears the share that is done; `collapse` as for HostPool; `threads` allocate (default by cores).
+
+        Raises OutOfMemory or (pinning) CudaFailed, with nothing kept: with `fewer` only when it is the first chunk that
+        cannot be had.
+        """
         self.unit_bytes = unit_bytes
-        self.nbytes = units * unit_bytes
+        self.shortage = ""
         self._per_chunk = max(1, chunk_bytes // unit_bytes)
         self._chunks: list[HostPool] = []
         # Said before gigabytes have been taken from everybody else.
-        if self.nbytes > available_bytes():
+        if units * unit_bytes > available_bytes() and not fewer:
             raise OutOfMemory(
-                f"pool {name} needs {self.nbytes >> 20} MiB of memory and the host has "
+                f"pool {name} needs {units * unit_bytes >> 20} MiB of memory and the host has "
                 f"{available_bytes() >> 20} MiB available"
             )
-        try:
-            for first in range(0, units, self._per_chunk):
-                count = min(self._per_chunk, units - first)
-                chunk = HostPool(context, units=count, unit_bytes=unit_bytes, name=name, pin=pin)
-                self._chunks.append(chunk)
-                if progress is not None:
-                    progress((first + count) / units)
-        except BaseException:
-            self.close()
-            raise
+
+        def chunk(first: int) -> HostPool:
+            count = min(self._per_chunk, units - first)
+            return HostPool(
+                context, units=count, unit_bytes=unit_bytes, name=name, pin=pin, collapse=collapse
+            )
+
+        firsts = range(0, units, self._per_chunk)
+        threads = threads or max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        with ThreadPoolExecutor(threads, thread_name_prefix="allocation") as crew:
+            coming = [crew.submit(chunk, first) for first in firsts]
+            try:
+                for number, future in enumerate(coming, 1):
+                    self._chunks.append(future.result())
+                    if progress is not None:
+                        progress(number / len(coming))
+            except (OutOfMemory, CudaFailed) as error:
+                # In order: units have no gaps.
+                _undo(coming[len(self._chunks) :])
+                if not (fewer and self._chunks):
+                    self.close()
+                    raise
+                self.shortage = str(error)
+            except BaseException:
+                _undo(coming[len(self._chunks) :])
+                self.close()
+                raise
+        self.units = sum(chunk.units for chunk in self._chunks)
+        self.nbytes = self.units * unit_bytes
         self._addresses = np.array([chunk.address for chunk in self._chunks], dtype=np.uint64)
 
     @property
@@ -100,3 +131,12 @@ class ChunkedPool:
         """Unregister and unmap all chunks; the rules of HostPool.close hold."""
         for chunk in self._chunks:
             chunk.close()
+
+
+def _undo(coming: list[Future[HostPool]]) -> None:
+    """Keep nothing of these."""
+    for future in coming:
+        future.cancel()
+    for future in coming:
+        if not future.cancelled() and future.exception() is None:
+            future.result().close()

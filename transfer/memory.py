@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import weakref
@@ -69,8 +70,9 @@ class HostPool:
     """`units` units of `unit_bytes` bytes each, zero-filled, every page already there, registered with UCX.
 
     `address` is that of unit 0, `nbytes` = units * unit_bytes; `mapped_bytes` (what the file holds) may be larger.
-    `buffer` is a writable memoryview of the nbytes bytes. `backing` says which pages the kernel really gave. With `pin`
-    the memory is page-locked, so that GPUs can copy from it and to it.
+    `buffer` is a writable memoryview of the nbytes bytes. With `pin` the memory is page-locked, so that GPUs can copy
+    from it and to it. Without `collapse` huge pages are taken only where the kernel gives them at once: for memory that
+    no CPU copies.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class HostPool:
         unit_bytes: int,
         name: str = "pages",
         pin: _ucx.CudaDevice | None = None,
+        collapse: bool = True,
     ) -> None:
         if units < 1 or unit_bytes < 1:
             raise ValueError(f"pool {name}: {units} units of {unit_bytes} bytes")
@@ -89,8 +92,8 @@ class HostPool:
         self.unit_bytes = unit_bytes
         self.nbytes = units * unit_bytes
         self.memory: Final = "host"
-        self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name)
-        self.backing: Backing = "hugetlb" if hugetlb else _backing(self.address, self.mapped_bytes)
+        self.fd, self.address, self.mapped_bytes, hugetlb = _allocate(self.nbytes, name, collapse)
+        self._hugetlb = hugetlb
         self._pinned: _ucx.PinnedMemory | None = None
         try:
             if pin is not None:
@@ -107,6 +110,11 @@ class HostPool:
         # Every view of the memory (a tensor, an array, a slice) keeps this object alive; see close.
         self._viewed = weakref.ref(array)
         self.buffer: memoryview | None = memoryview(array).cast("B")
+
+    @functools.cached_property
+    def backing(self) -> Backing:
+        """Which pages the kernel gave. To be asked while the pool is open; the answer costs a walk over all memory."""
+        return "hugetlb" if self._hugetlb else _backing(self.address, self.mapped_bytes)
 
     def packed_key(self) -> bytes:
         """The remote key that a peer needs for UCX puts into this pool."""
@@ -229,12 +237,12 @@ class Pools:
             pool.close()
 
 
-def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
+def _allocate(nbytes: int, name: str, collapse: bool) -> tuple[int, int, int, bool]:
     """(sealed memfd, address and length of its mapping with every page present, whether it is hugetlb)."""
     size = -(-nbytes // _HUGE) * _HUGE
     if _hugetlb_free() >= size:
         try:
-            return *_map(size, name, os.MFD_HUGETLB), True
+            return *_map(size, name, os.MFD_HUGETLB, collapse), True
         except OSError:
             pass  # Another process took the reserved pages in between.
     if nbytes < _HUGE:
@@ -243,12 +251,12 @@ def _allocate(nbytes: int, name: str) -> tuple[int, int, int, bool]:
     if size > available:
         raise OutOfMemory(_short(name, size, available))
     try:
-        return *_map(size, name, 0), False
+        return *_map(size, name, 0, collapse), False
     except OSError as error:
         raise OutOfMemory(f"{_short(name, size, available)} ({error})") from error
 
 
-def _map(size: int, name: str, flags: int) -> tuple[int, int, int]:
+def _map(size: int, name: str, flags: int, collapse: bool) -> tuple[int, int, int]:
     fd = os.memfd_create(f"kvrail-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
@@ -267,7 +275,8 @@ def _map(size: int, name: str, flags: int) -> tuple[int, int, int]:
         _unmap(address, size)
         os.close(fd)
         raise
-    if not flags and size >= _HUGE and not _thp_for_shared_memory() and size <= _COLLAPSE_LIMIT:
+    collapse = collapse and not flags and _HUGE <= size <= _COLLAPSE_LIMIT
+    if collapse and not _thp_for_shared_memory():
         # The kernel's setting is against huge pages on demand, but it still collapses on request.
         with contextlib.suppress(OSError):
             _call("madvise", address, size, _MADV_COLLAPSE)

@@ -114,6 +114,18 @@ class Rig:
         self.drain()
         return [self.tokens[name] for name in names]
 
+    def poison_free_pages(self) -> None:
+        """What nobody owns and no prefix needs may hold anything: NaN."""
+        layout, pool = self.model.layout, self.pool
+        for page in np.flatnonzero(pool._state == 0).tolist():
+            self.memory[page * layout.page_bytes : (page + 1) * layout.page_bytes] = (
+                b"\xff" * layout.page_bytes
+            )
+        for slot in pool._free_states:
+            self.state[slot * layout.state_bytes : (slot + 1) * layout.state_bytes] = (
+                b"\xff" * layout.state_bytes
+            )
+
     def assert_idle(self) -> None:
         """Nothing is held once everything has ended."""
         self.pool.check()

@@ -102,7 +102,7 @@ def test_a_copied_page_is_not_written_by_others(models, prompt, greedy) -> None:
     sampling = greedy(12, n=3, temperature=1.5)
     rig.engine.add("r", prompt(20), sampling)
     rig.step()
-    pages = [one.pages[1] for one in rig.engine._running]
+    pages = [one.pages[1] for one in rig.engine._roster.running]
     assert len(set(pages)) == 3
     assert run(rig, "r").answers == [answer[1:] for answer in alone(models, prompt(20), sampling)]
 

@@ -15,6 +15,7 @@ def flushed(rig) -> None:
     """Nothing is left in the engine's own pool, so that a hit can only come from the host."""
     rig.pool.flush_cache()
     assert rig.pool.free == rig.pool.pages
+    rig.poison_free_pages()
 
 
 def last(rig):

@@ -9,23 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kit.host_memory import SlowCopier
+from kit.host_memory import SlowCopier, StreamCopier
 from kit.split_world import PE, SplitWorld
 from kvrail.runtime.messages import CacheUse
 from kvrail.runtime.sampler import choice_seed
 
 MAX_TOKENS = 22
-
-
-class Copier(SlowCopier):
-    """Whoever really must wait for a copy gets it."""
-
-    def save(self, source: Any, target: Any, nbytes: int) -> Any:
-        copy = super().save(source, target, nbytes)
-        copy.wait = lambda timeout_s: self.run() if timeout_s >= 1 else None  # type: ignore[method-assign]
-        return copy
-
-    load = save
 
 
 class Expected:
@@ -42,10 +31,11 @@ class Expected:
         return self.known[key]
 
 
+@pytest.mark.parametrize("copies", [SlowCopier, StreamCopier])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral-window"])
-def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, greedy, kind) -> None:
+def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, greedy, kind, copies) -> None:
     random = np.random.default_rng(len(kind))
-    copier = Copier()
+    copier = copies()
     ce = models.rig(kind, pages=20, slots=6, max_num_seqs=6, max_num_batched_tokens=64)
     ce.pool.growth_reserve = min(2, ce.pool.pages)
     pe = models.rig(
@@ -90,6 +80,8 @@ def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, g
         if random.random() < 0.02:
             # Most often the pool only, so that the host cache is asked.
             (pe.pool.flush_cache if random.random() < 0.7 else ce.engine.flush_cache)()
+            for rig in (pe, ce):
+                rig.poison_free_pages()
         if random.random() < 0.006:
             # Nobody hears of anything for a while: tickets and deadlines run out.
             world.now += float(random.choice([6.0, 16.0, 31.0]))

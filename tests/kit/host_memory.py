@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host prefix cache over plain arrays, and a copier that copies only when it is told to."""
+"""A host prefix cache over plain arrays, and copiers that copy only when they are told to: by a thread, by streams."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvrail.transfer.chunked_pool import Span
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.pages import PagePool
 
-__all__ = ["ArraySlots", "SlowCopier", "host_cache_over"]
+__all__ = ["ArraySlots", "SlowCopier", "StreamCopier", "host_cache_over"]
 
 
 class ArraySlots:
@@ -42,6 +43,9 @@ class _Copy:
         self.error = ""
         self.seconds = 0.001
 
+    def precede(self) -> None:
+        assert self.usable
+
     def wait(self, timeout_s: float) -> None:
         pass
 
@@ -54,6 +58,8 @@ class _Copy:
 class SlowCopier:
     """Implements PageCopier; `run` carries out what has been asked for."""
 
+    in_stream_order = False
+
     def __init__(self) -> None:
         self.asked: list[_Copy] = []
 
@@ -63,6 +69,14 @@ class SlowCopier:
 
     load = save
 
+    def snapshot(self, source: Any, target: Any, nbytes: int) -> _Copy:
+        copy = _Copy(source, target, nbytes)
+        copy.run()
+        return copy
+
+    def behind_loads(self) -> None:
+        return None
+
     def run(self, count: int = 1000, *, error: str = "") -> None:
         for copy in self.asked[:count]:
             copy.error = error
@@ -71,6 +85,63 @@ class SlowCopier:
 
     def close(self) -> None:
         self.run()
+
+
+class _StreamCopy(_Copy):
+    def __init__(self, source: Any, target: Any, nbytes: int, copier: StreamCopier) -> None:
+        super().__init__(source, target, nbytes)
+        self.copier = copier
+        self.usable, self.carried_out = True, False
+
+    def precede(self) -> None:
+        self.copier.catch_up(self)
+
+    def carry_out(self) -> None:
+        if not self.carried_out:
+            super().run()
+            self.carried_out, self.done = True, False
+
+    def run(self) -> None:
+        self.carry_out()
+        # On a GPU a copy that fails takes everything with it: no load fails alone.
+        self.done, self.error = True, ""
+
+
+class StreamCopier(SlowCopier):
+    """Implements PageCopier as streams of a GPU do, for an engine whose work is done as soon as it is queued.
+
+    A load can be used at once. Its bytes come when work is queued behind it, or with `run`, which is also when the
+    host learns of it. A snapshot is taken at once and delivered by `run`.
+    """
+
+    in_stream_order = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[_StreamCopy] = []
+
+    def load(self, source: Any, target: Any, nbytes: int) -> _StreamCopy:
+        copy = _StreamCopy(source, target, nbytes, self)
+        self.asked.append(copy)
+        self.loads.append(copy)
+        return copy
+
+    def snapshot(self, source: Any, target: Any, nbytes: int) -> _Copy:
+        staging = np.zeros(len(source) * nbytes, dtype=np.uint8)
+        staged = staging.ctypes.data + np.arange(len(source), dtype=np.uint64) * np.uint64(nbytes)
+        _Copy(source, staged, nbytes).run()
+        copy = self.save(staged, target, nbytes)
+        copy.staging = staging  # type: ignore[attr-defined]
+        return copy
+
+    def catch_up(self, copy: _StreamCopy) -> None:
+        """Carry out the loads up to this one: they stand on one stream."""
+        for one in self.loads[: self.loads.index(copy) + 1]:
+            one.carry_out()
+
+    def behind_loads(self) -> Any:
+        loads = list(self.loads)
+        return SimpleNamespace(done=lambda: all(load.carried_out for load in loads))
 
 
 def host_cache_over(

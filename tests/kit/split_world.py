@@ -76,7 +76,8 @@ class _Writer:
     ) -> None:
         assert not self.stopped
         # The native writer copies its arguments at once.
-        self.todo += [(pool, address, int(s), int(t)) for s, t in zip(source, target, strict=True)]
+        units = zip(source, target, strict=True)
+        self.todo += [(pool, address, int(s), int(t), after) for s, t in units]
 
     def ring(self, message: bytes) -> None:
         self.todo.append(message)
@@ -91,7 +92,10 @@ class _Writer:
     def run(self, count: int) -> None:
         while self.todo and count:
             count -= 1
-            one = self.todo.popleft()
+            one = self.todo[0]
+            if isinstance(one, tuple) and not self.stopped and one[-1] is not None and not one[-1].done():
+                return
+            self.todo.popleft()
             if one is None:
                 self.world.tell_pe(self, "quiet", True)
             elif isinstance(one, bytes):
@@ -99,7 +103,7 @@ class _Writer:
                     self.world.to_ce.append((self.epoch, decode(one)))
                     self.world.tell_pe(self, "rung", True)
             elif not self.stopped:
-                self.world.copy(*one)
+                self.world.copy(*one[:-1])
                 self.done += 1
                 if not self.todo:
                     self.world.tell_pe(self, "progress", True)
@@ -403,8 +407,8 @@ class SplitWorld:
     def assert_idle(self) -> None:
         for rig in (self.ce, self.pe):
             rig.assert_idle()
-            assert not rig.engine._sequences
-            assert not rig.engine._families
+            assert not rig.engine._roster._sequences
+            assert not rig.engine._roster._families
             if rig.host is not None:
                 assert not rig.host._loads
                 assert not rig.host._orphans

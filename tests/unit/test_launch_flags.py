@@ -56,10 +56,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda:"}, "--device cuda:: must be cpu, cuda or cuda:N"),
     ({"device": "cuda:-1"}, "--device cuda:-1: must be cpu, cuda or cuda:N"),
     ({"device": "cuda", "lane": "shm"}, "--lane shm is for host memory, not for --device cuda"),
-    (
-        {"role": "pe", "device": "cuda", "hicache_size_gb": 1.0},
-        "--hicache-size-gb is for --device cpu: pages on cuda cannot be kept in host memory yet",
-    ),
     ({"device": "cuda", "put_transport": "tcp"}, "--put-transport tcp is for host memory"),
     ({"lane": "peer"}, "--lane peer on a ce needs its pages in GPU memory: give --device cuda"),
     ({"require_lane": "put/cma", "put_transport": "tcp"}, "cannot hold with --put-transport tcp"),
@@ -91,9 +87,10 @@ def test_a_cpu_pe_may_ask_for_the_kernel() -> None:
     assert LaunchConfig(role="pe", model="m", lane="peer").device_of(0) is None
 
 
-def test_only_a_pe_on_a_cpu_has_a_host_cache_unless_told() -> None:
+def test_only_a_pe_has_a_host_cache_unless_told() -> None:
     assert LaunchConfig(role="pe", model="m").resolved_hicache_size_gb == 1.0
-    assert LaunchConfig(role="pe", model="m", device="cuda").resolved_hicache_size_gb == 0.0
+    assert LaunchConfig(role="pe", model="m", device="cuda:1").resolved_hicache_size_gb == 32.0
+    assert LaunchConfig(**GOOD, device="cuda").resolved_hicache_size_gb == 0.0
     assert (
         LaunchConfig(role="pe", model="m", device="cuda", hicache_size_gb=0.0).resolved_hicache_size_gb == 0.0
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
@@ -13,6 +14,7 @@ from kvrail.runtime.engine_protocol import SequenceState, StepOutput
 from kvrail.runtime.messages import Accepted, Prefill, PrefillDone, Sampling
 from kvrail.runtime.prefilling import Prefilling
 from kvrail.runtime.rank import Front, Loop
+from kvrail.transfer.chunked_pool import Span
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
     LaneInfo,
@@ -25,6 +27,7 @@ from kvrail.transfer.link_events import (
     Received,
     WriterEvent,
 )
+from kvrail.transfer.prefill_ticket import CachedPages
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
 
@@ -39,10 +42,14 @@ class Writer:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s, self.done, self.pushed, self.rung = ttl_s, 0, 0, False
         self.told: list[tuple[Any, str]] = []
+        self.units: list[tuple[int, list[int], list[int]]] = []
 
-    def push(self, pool: int, address: int, source: Any, target: Any, *, after: Any, way: str) -> None:
+    def push(
+        self, pool: int, address: int, source: Any, target: Any, *, after: Any = None, way: str = ""
+    ) -> None:
         self.pushed += len(target)
         self.told.append((after, way))
+        self.units.append((address, source.tolist(), target.tolist()))
 
     def ring(self, message: bytes) -> None:
         self.rung = True
@@ -57,7 +64,9 @@ class Writer:
 class Bench:
     """A real ledger and role; engine, links and writers only take notes."""
 
-    def __init__(self, lane: LaneInfo = TCP) -> None:
+    def __init__(
+        self, lane: LaneInfo = TCP, cache: Any = None, host_pages: CachedPages | None = None
+    ) -> None:
         self.sent: list[Any] = []
         self.streams: list[int | None] = []
         self.added: list[str] = []
@@ -70,7 +79,9 @@ class Bench:
             add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
             abort=lambda request: None,
             release=self.added.remove,
-            sequence=lambda request: SequenceState([0, 1], 32, 0) if request in self.added else None,
+            sequence=lambda request: (
+                SequenceState([0, 1], 32, 0, host_pages=host_pages) if request in self.added else None
+            ),
         )
         links: Any = SimpleNamespace(
             send=lambda key, message: None,
@@ -87,6 +98,7 @@ class Bench:
             links=links,
             sender=Sender(LAYOUT, incarnation=PE.incarnation, rank=PE.rank),
             send=self.sent.append,
+            cache=cache,
         )
         self.role.on_link(0, LinkUp(CE, 1, lane))
 
@@ -213,6 +225,27 @@ def test_each_step_s_pushes_wait_for_what_that_step_has_queued() -> None:
     bench.role.on_step(2, [StepOutput("r", 32, 9, None, 0)])
     assert bench.streams == [7, 7], "one fence a step, behind the engine's stream"
     assert [after for after, _ in bench.writers[0].told] == ["fence 1", "fence 2"]
+
+
+def test_what_the_host_cache_has_goes_out_before_it_is_computed() -> None:
+    """Straight from there; on a GPU from the pool, behind the copy into it and not behind the model's work."""
+    span = Span(4096, np.array([3], dtype=np.uint32), np.array([0]))
+    on_cpu: Any = SimpleNamespace(in_stream_order=False, spans=lambda units: [span])
+    on_gpu: Any = SimpleNamespace(in_stream_order=True, behind_loads=lambda: "behind the copies")
+    for cache, unit, expected in (
+        (on_cpu, 13, [((4096, [3], [5]), None), ((0, [1], [6]), "fence 1")]),
+        (on_gpu, 0, [((0, [0], [5]), "behind the copies"), ((0, [1], [6]), "fence 1")]),
+    ):
+        bench = Bench(cache=cache, host_pages=CachedPages(0, np.array([unit], dtype=np.uint32)))
+        bench.start()
+        bench.role.on_step(1, [StepOutput("r", 16, None, None, 16)])
+        assert bench.streams == []
+        bench.role.on_step(2, [StepOutput("r", 32, 9, None, 16)])
+        (writer,) = bench.writers
+        assert [
+            (units, after) for units, (after, _) in zip(writer.units, writer.told, strict=True)
+        ] == expected
+        assert bench.role._counters["pages_pushed_from_host"] == 1
 
 
 def test_the_way_of_a_push_is_the_one_that_the_probes_say_is_faster() -> None:

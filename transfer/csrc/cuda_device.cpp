@@ -29,12 +29,13 @@ CudaScope::~CudaScope() {
   (void)driver_.context_pop(&popped);
 }
 
-CudaStream::CudaStream(const CudaDevice& device) : device_(device) {
+CudaStream::CudaStream(const CudaDevice& device, Priority priority) : device_(device) {
   const CudaDriver& driver = device.driver();
   CudaScope scope(device);
   int least, greatest;
   driver.check(driver.priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  driver.check(driver.stream_create(&handle_, kStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
+  driver.check(driver.stream_create(&handle_, kStreamNonBlocking, priority == Priority::least ? least : greatest),
+               "cuStreamCreateWithPriority");
 }
 
 // Errors at the end of life are those of the device's last work, which was told where it was waited for; at the end of
@@ -47,9 +48,9 @@ void CudaStream::wait() const {
   device_.driver().check(device_.driver().stream_synchronize(handle_), "the GPU's work");
 }
 
-CudaEvent::CudaEvent(const CudaDevice& device) : device_(device) {
+CudaEvent::CudaEvent(const CudaDevice& device, bool timed) : device_(device) {
   CudaScope scope(device);
-  device.driver().check(device.driver().event_create(&handle_, kEventDisableTiming), "cuEventCreate");
+  device.driver().check(device.driver().event_create(&handle_, timed ? 0 : kEventDisableTiming), "cuEventCreate");
 }
 
 CudaEvent::~CudaEvent() {
@@ -108,6 +109,16 @@ std::shared_ptr<CudaFence> CudaDevice::record(CuStream stream) const {
   CudaScope scope(*this);
   fence->event.record(stream);
   return fence;
+}
+
+void CudaDevice::hold(CuStream stream, const CudaFence& fence) const {
+  CudaScope scope(*this);
+  driver_.check(driver_.stream_wait(stream, fence.event.handle(), 0), "cuStreamWaitEvent");
+}
+
+void CudaDevice::copy(CuAddress target, CuAddress source, std::uint64_t nbytes, CuStream stream) const {
+  CudaScope scope(*this);
+  driver_.check(driver_.copy(target, source, nbytes, stream), "cuMemcpyAsync");
 }
 
 bool CudaDevice::shared_by_mps() const {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -29,10 +30,12 @@ class CudaScope {
   const CudaDriver& driver_;
 };
 
-// A stream of the highest priority, which the default stream neither waits for nor makes wait.
+// A stream that the default stream neither waits for nor makes wait.
 class CudaStream {
  public:
-  explicit CudaStream(const CudaDevice& device);
+  // Whose kernels get an SM first where several streams want it. Engines compute at the least.
+  enum class Priority { least, greatest };
+  explicit CudaStream(const CudaDevice& device, Priority priority = Priority::greatest);
   ~CudaStream();
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
@@ -47,7 +50,9 @@ class CudaStream {
 
 class CudaEvent {
  public:
-  explicit CudaEvent(const CudaDevice& device);
+  // `timed`: the time between two of them can be asked for.
+  explicit CudaEvent(const CudaDevice& device, bool timed = false);
+  CudaEvent(CudaEvent&& other) noexcept : device_(other.device_), handle_(std::exchange(other.handle_, nullptr)) {}
   ~CudaEvent();
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -65,7 +70,8 @@ class CudaEvent {
 
 // Behind everything that was on a stream when it was made. Holds its device.
 struct CudaFence {
-  explicit CudaFence(std::shared_ptr<const CudaDevice> owner) : device(std::move(owner)), event(*device) {}
+  explicit CudaFence(std::shared_ptr<const CudaDevice> owner, bool timed = false)
+      : device(std::move(owner)), event(*device, timed) {}
   const std::shared_ptr<const CudaDevice> device;
   CudaEvent event;
 };
@@ -91,6 +97,10 @@ class CudaDevice : public std::enable_shared_from_this<CudaDevice> {
   // For as long as the thread lives.
   void make_current() const { driver_.check(driver_.context_set(context_), "cuCtxSetCurrent"); }
   std::shared_ptr<CudaFence> record(CuStream stream) const;
+  // What is put on the stream from now on runs behind the fence, which may be another device's.
+  void hold(CuStream stream, const CudaFence& fence) const;
+  // Within its own memory, in the order of the stream.
+  void copy(CuAddress target, CuAddress source, std::uint64_t nbytes, CuStream stream) const;
 
   // The page kernels (kernels/csrc/page_copy.cu).
   struct Kernels {

@@ -74,6 +74,7 @@ class CudaError : public std::runtime_error {
   X(event_create, cuEventCreate, CuEvent*, unsigned)                                                              \
   X(event_record, cuEventRecord, CuEvent, CuStream)                                                               \
   X(event_query, cuEventQuery, CuEvent)                                                                           \
+  X(event_elapsed, cuEventElapsedTime, float*, CuEvent, CuEvent)                                                  \
   X(event_synchronize, cuEventSynchronize, CuEvent)                                                               \
   X(event_destroy, cuEventDestroy_v2, CuEvent)                                                                    \
   X(module_load, cuModuleLoadData, CuModule*, const void*)                                                        \

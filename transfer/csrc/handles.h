@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "context.h"
+#include "cuda_host_copy.h"
 #include "cuda_memory.h"
 #include "cuda_sums.h"
 #include "link.h"
@@ -26,6 +27,7 @@ namespace kvrail {
 namespace nb = nanobind;
 
 using Indices = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 inline Nanos seconds(double value) {
   if (!(value >= 0)) throw nb::value_error("a duration must not be negative");

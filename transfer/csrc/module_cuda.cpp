@@ -45,6 +45,25 @@ void write(DeviceMemory& self, std::uint64_t offset, const nb::bytes& content) {
   self.write(offset, data, nbytes);
 }
 
+HostWay host_way_named(const std::string& name) {
+  if (name.empty()) return HostWay::best;
+  if (name == "kernel") return HostWay::kernel;
+  if (name == "engine") return HostWay::engine;
+  throw nb::value_error("copy: way is kernel or engine, or empty for the better one");
+}
+
+HostCopy copy(HostCopies& self, const Addresses& sources, const Addresses& targets, std::uint64_t nbytes,
+              const PyFence* after, const std::string& way) {
+  if (sources.size() != targets.size()) throw nb::value_error("copy: as many sources as targets are needed");
+  const CudaFence* fence = after != nullptr ? after->fence.get() : nullptr;
+  const HostWay wished = host_way_named(way);
+  // Where lists are many it waits for one to be over.
+  nb::gil_scoped_release release;
+  return self.copy({sources.data(), sources.size()}, {targets.data(), targets.size()}, nbytes, fence, wished);
+}
+
+CuStream stream_at(std::uint64_t address) { return reinterpret_cast<CuStream>(address); }
+
 }  // namespace
 
 void bind_cuda(nb::module_& m) {
@@ -105,10 +124,19 @@ void bind_cuda(nb::module_& m) {
           "address"_a, "nbytes"_a, ReleaseGil())
       .def(
           "record",
-          [](PyCudaDevice& self, std::uint64_t stream) {
-            return PyFence{self.device->record(reinterpret_cast<CuStream>(stream))};
-          },
+          [](PyCudaDevice& self, std::uint64_t stream) { return PyFence{self.device->record(stream_at(stream))}; },
           "stream"_a)
+      .def(
+          "hold",
+          [](const PyCudaDevice& self, std::uint64_t stream, const PyFence& fence) {
+            self.device->hold(stream_at(stream), *fence.fence);
+          },
+          "stream"_a, "fence"_a)
+      .def(
+          "copy",
+          [](const PyCudaDevice& self, std::uint64_t source, std::uint64_t target, std::uint64_t nbytes,
+             std::uint64_t stream) { self.device->copy(target, source, nbytes, stream_at(stream)); },
+          "source"_a, "target"_a, "nbytes"_a, "stream"_a)
       .def(
           "load_kernels",
           [](PyCudaDevice& self, const nb::bytes& cubin) {
@@ -119,6 +147,24 @@ void bind_cuda(nb::module_& m) {
           "cubin"_a)
       .def("checksum_pages", &checksum_pages, "base"_a, "page_bytes"_a, "pages"_a.noconvert(),
            "after"_a.none() = nb::none());
+
+  nb::class_<HostCopy>(m, "HostCopy")
+      .def_prop_ro("fence", [](const HostCopy& self) { return PyFence{self.ended}; })
+      .def("done", [](const HostCopy& self) { return self.ended->event.done(); })
+      .def("seconds", &HostCopy::seconds);
+
+  nb::class_<HostCopies>(m, "HostCopies")
+      .def(
+          "__init__",
+          [](HostCopies* self, const PyCudaDevice& device, bool to_host) {
+            nb::gil_scoped_release release;
+            new (self) HostCopies(device.device, to_host);
+          },
+          "device"_a, nb::kw_only(), "to_host"_a)
+      .def("copy", &copy, "sources"_a.noconvert(), "targets"_a.noconvert(), "nbytes"_a, nb::kw_only(),
+           "after"_a.none() = nb::none(), "way"_a = "")
+      .def("record", [](const HostCopies& self) { return PyFence{self.record()}; })
+      .def("wait", &HostCopies::wait, ReleaseGil());
 }
 
 }  // namespace kvrail
