@@ -209,7 +209,7 @@ async def serve(
                 await rank.start(context)
                 stack.push_async_callback(_end, rank)
             connections = KeptConnections(client_trust(config))
-            stack.callback(connections.close)
+            stack.push_async_callback(connections.close)
             application = await stack.enter_async_context(
                 _application(config, ranks, token, renderer, connections)
             )
