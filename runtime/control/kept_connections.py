@@ -12,7 +12,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -165,8 +165,8 @@ class _Connection(asyncio.Protocol):
     # --- asyncio ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # (Those of other event loops are no instances.)
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._whole:
