@@ -194,6 +194,7 @@ class Prefilling:
                 hand_off = hand_off_record(sampling, len(call.tokens), outputs[place : place + sampling.n])
                 # Ahead of the last pages: the user need not wait for them.
                 self._sender.first_token(now, ticket, hand_off)
+                self._carry_out(now)
                 if hand_off.ended:
                     continue
             state = self.engine.sequence(output.sequence_id)

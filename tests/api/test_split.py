@@ -241,6 +241,12 @@ def test_the_second_call_leaves_ahead_of_its_grant(pair: Any) -> None:
         assert (ahead.calls[0], ahead.calls[1][0]) == (None, second.ticket)
         ce.rank.send(Granted(request_id=submit.request_id, ticket=second.ticket), finished(submit.request_id))
         assert answer.result(10).json()["choices"][0]["message"]["content"] == "two"
+        # That id was for one call.
+        third = pool.submit(ce.client.post, CHAT, json=ASK)
+        submit = ce.rank.wait_for(Submit, 3)[2]
+        assert submit.called is None
+        ce.rank.send(finished(submit.request_id))
+        assert third.result(10).status_code == 200
     assert len([m for m in pe.rank.received if isinstance(m, Prefill)]) == 2
     assert not [m for m in pe.rank.received if isinstance(m, Abort)]
 
