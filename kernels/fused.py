@@ -26,7 +26,7 @@ class FusedNorm(nn.Module):
         """x [..., n] → the same shape."""
         if x.device.type == "cpu" and x.dtype == torch.float32:
             # torch has no such kernel for CPUs.
-            squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+            squares: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
             return (x * squares.div_(x.shape[-1]).add_(self._epsilon).rsqrt_()).mul_(self.weight)
         return F.rms_norm(x, self.weight.shape, self.weight, self._epsilon)
 

@@ -116,6 +116,7 @@ bool Reactor::post_light(Link& link, const std::function<bool()>& light, Command
 // The workers were armed before the thread fell asleep, and progress made here takes nothing of that back: what comes
 // later makes their fds readable. True: nothing is left that would have to wake the thread.
 bool Reactor::finish_here(Link& link) {
+  ++stats_.light_turns;
   run_commands();
   const Nanos begun = now_ns();
   for (Nanos now = begun; now - begun < kLightTurn; now = now_ns())
