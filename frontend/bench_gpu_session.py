@@ -18,7 +18,7 @@ from kvrail.frontend.bench_gpu_nccl import NcclWay
 from kvrail.frontend.bench_gpu_tcp import StagedTcp
 from kvrail.frontend.bench_nixl import NixlSender, nixl_version
 from kvrail.frontend.bench_rank import Indices
-from kvrail.frontend.bench_session import Receiver, Session, sender_spin_us
+from kvrail.frontend.bench_session import Receiver, Session
 from kvrail.transfer.errors import TransferError
 
 __all__ = ["GpuSession", "kinds_of"]
@@ -58,9 +58,7 @@ class GpuSession(Session):
             self.missing["nccl"] = "NCCL moves data between two different GPUs only"
         if "nixl" in wanted and nixl_version() is None:
             wanted.remove("nixl")
-        lanes = {
-            way: GpuLane(memory, way, spin_us=sender_spin_us(spin_us)) for way in wanted if way in GPU_LANES
-        }
+        lanes = {way: GpuLane(memory, way, spin_us=spin_us) for way in wanted if way in GPU_LANES}
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
             receiver.tell(
                 do="open_gpu",

@@ -22,7 +22,7 @@ from kvrail.frontend.bench_socket import SocketWay
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 
-__all__ = ["HostSession", "Receiver", "Session", "sender_spin_us"]
+__all__ = ["HostSession", "Receiver", "Session"]
 
 # A receiver that waits for something has fallen asleep by then.
 _PAUSE_S = 0.002
@@ -76,11 +76,6 @@ class Receiver:
             self._process.wait()
         self._out.close()
         os.close(self.pace)
-
-
-def sender_spin_us(spin_us: int) -> int:
-    """How long the sender's progress thread spins: as long as the receiver's, where there are cores for both."""
-    return spin_us if (os.cpu_count() or 1) > 4 else 0
 
 
 class Session:
@@ -190,9 +185,7 @@ class HostSession(Session):
         self.facts = {}
         self.missing = {}
         links = {
-            way: LinkWay(memory, way, folder, accept=True, spin_us=sender_spin_us(spin_us))
-            for way in ways
-            if way in OPTIONS
+            way: LinkWay(memory, way, folder, accept=True, spin_us=spin_us) for way in ways if way in OPTIONS
         }
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
             port = listener.getsockname()[1] if "socket" in ways else 0

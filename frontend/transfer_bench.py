@@ -136,14 +136,14 @@ def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], n
     lanes = {record.lane for record in records}
     if any(record.pace for record in records):
         console.print(
-            "sleep: all threads of the receiver sleep when a page comes; spin: its progress thread spins (on more than "
-            "four cores the sender's as well), its Python sleeps; poll: that spins, too. paused: some ms between pages "
+            "sleep: all threads sleep when a page comes; spin: the progress threads of both sides spin, the "
+            "receiver's Python sleeps; poll: that spins, too. paused: some ms between pages "
             "(tight: the next as soon as the last was seen). With GPUs and 16 cores or more batches are polled for",
             soft_wrap=True,
         )
     if (os.cpu_count() or 1) <= 2:
         console.print(
-            "on 2 cores a spinning thread may hold the core that the others need: read spin with care"
+            "on 2 cores it matters which thread runs beside which: single pages take one of two times, 25 us apart"
         )
     backing = sorted({record.backing for record in records if record.memory == "host->host"})
     if backing:

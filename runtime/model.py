@@ -134,6 +134,8 @@ class PagedModel:
         if self.device.type == "cpu":
             self._activations = activation_dtype(dtype)
             self.arithmetic = swap_modules(self._model, dtype)
+            if self._activations == torch.float32:
+                fuse_norms(self._model)
         else:
             self._activations = dtype
             # Equality with a CPU, and of two engines, is promised in float32: no sums of 10-bit mantissas.

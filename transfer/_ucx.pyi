@@ -180,7 +180,9 @@ class HostCopies:
 class Reactor:
     """The one progress thread. Owns every worker, endpoint, key and request; told by a queue, tells by an eventfd.
 
-    `spin_us`: how long it spins after the last work before it sleeps. `copy_threads`: threads for lane shm; with 0
+    `spin_us`: how long it spins after the last work before it sleeps, yielding its core to whoever wants it. While it
+    sleeps, a call that orders something small (a message, a doorbell, a push of up to 64 KiB in 4 units, or one for the
+    copy threads) does it itself, for at most some 20 us. `copy_threads`: threads for lane shm; with 0
     the progress thread copies, a slice at a time. `cuda`: the GPU that copies for ways kernel and engine, and whose
     context UCX works in; without it GPU memory can be neither pushed nor imported.
     """

@@ -261,3 +261,39 @@ def test_misuse_is_told_at_the_call(make_pair: Make) -> None:
         writer.ring(b"")
     with pytest.raises(ValueError, match="negative"):
         here.link.writer(4, ttl_s=-1.0)
+
+
+@pytest.mark.parametrize(("transport", "lane"), [LANES[0], LANES[2]])
+def test_what_is_small_is_done_by_the_caller_while_the_progress_thread_sleeps(
+    make_pair: Make, transport: str, lane: int
+) -> None:
+    here, there = make_pair(transport, pages=16, page_bytes=16384)
+    numbered(here)
+    times = []
+    for number in range(1, 60):
+        # All threads have fallen asleep.
+        time.sleep(0.002)
+        begun = time.monotonic()
+        writer = here.link.writer(number, ttl_s=30.0)
+        writer.push(lane, here.base, indices([number % 16]), indices([(number + 5) % 16]))
+        writer.ring(b"%d" % number)
+        assert there.messages() == [b"%d" % number]
+        times.append(time.monotonic() - begun)
+        assert (there.data[(number + 5) % 16] == here.data[number % 16]).all()
+        assert here.take(EventKind.RUNG)[0][2:4] == (number, 0)
+    # Three a round (writer, push, bell) when the machine is quiet.
+    assert here.reactor.stats()["light_turns"] > 59
+    # A worker that were no longer armed would sleep for 0.1 s.
+    assert sorted(times)[len(times) // 2] < 0.05
+
+
+def test_what_is_large_is_left_to_the_progress_thread(make_pair: Make) -> None:
+    here, there = make_pair("cma", pages=16, page_bytes=65536)
+    writer = here.link.writer(1, ttl_s=30.0)
+    time.sleep(0.002)
+    before = here.reactor.stats()["light_turns"]
+    writer.push(PUT, here.base, indices(range(16)), indices(range(16)))
+    assert here.reactor.stats()["light_turns"] == before
+    writer.ring(b"bell")
+    assert there.messages() == [b"bell"]
+    assert writer.done == 16

@@ -31,12 +31,13 @@ def _exact(source: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5, 6, 40])
 @pytest.mark.parametrize("bias", [False, True])
-def test_half_linear_sums_in_float32(stored, rows, bias) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_half_linear_sums_in_float32(stored, rows, bias, transposed) -> None:
     source = _linear(stored, bias)
     x = torch.randn(1, rows, 40)
     with torch.inference_mode():
-        found = HalfLinear(source, few_rows=5)(x)
-        narrow = HalfLinear(source, few_rows=5)(x.to(stored))
+        found = HalfLinear(source, few_rows=5, transposed=transposed)(x)
+        narrow = HalfLinear(source, few_rows=5, transposed=transposed)(x.to(stored))
     expected = _exact(source, x)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)

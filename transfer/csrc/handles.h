@@ -93,7 +93,7 @@ class PyWriter {
   PyWriter(std::shared_ptr<PyLink> link, std::shared_ptr<Writer> writer)
       : link_(std::move(link)), writer_(std::move(writer)) {}
   ~PyWriter() {
-    if (!stopped_) link_->link->on_writer(writer_, [](Writer& writer) { writer.abandon(); });
+    if (!stopped_) link_->link->on_writer_light(writer_, [](Writer& writer) { writer.abandon(); });
   }
   PyWriter(const PyWriter&) = delete;
   PyWriter& operator=(const PyWriter&) = delete;
@@ -116,7 +116,8 @@ class PyWriter {
       auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
                                            List(targets.data() + first, targets.data() + end), wished, fence,
                                            end == sources.size());
-      act([batch = std::move(batch)](Writer& writer) { writer.add(batch); });
+      link_->link->on_writer_light(
+          writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); }, pool, sources.size());
       first = end;
     } while (first < sources.size());
   }
@@ -124,7 +125,7 @@ class PyWriter {
   void ring(const nb::bytes& message) {
     if (rung_) throw nb::value_error("ring: the doorbell was already ordered");
     rung_ = true;
-    act([message = to_string(message)](Writer& writer) { writer.ring(message); });
+    link_->link->on_writer_light(writer_, [message = to_string(message)](Writer& writer) { writer.ring(message); });
   }
 
   void stop() {

@@ -14,7 +14,9 @@
 namespace kvrail {
 namespace {
 
-constexpr int kProgressPerTurn = 4;
+// What the thread that orders a push copies itself: as much as keeps its call short.
+constexpr std::uint64_t kLightBytes = 64 << 10;
+constexpr std::size_t kLightUnits = 4;
 
 }  // namespace
 
@@ -100,8 +102,24 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
   });
 }
 
+void Link::light_command(std::function<void(Link&)> act, std::uint32_t pool, std::size_t units) {
+  reactor_.post_light(
+      *this, [this, pool, units] { return light(pool, units); },
+      [self = shared_from_this(), act = std::move(act)] { act(*self); });
+}
+
+bool Link::light(std::uint32_t id, std::size_t units) const {
+  if (!usable() || needs_turns()) return false;
+  if (units == 0) return true;
+  auto to = pool(id);
+  if (!to) return false;
+  // The copy threads do it.
+  if (to->choose(Way::best) == Way::shm && reactor_.crew() != nullptr) return true;
+  return units <= kLightUnits && units * to->unit_bytes <= kLightBytes;
+}
+
 void Link::send(std::string message) {
-  command([message = std::move(message)](Link& link) mutable {
+  light_command([message = std::move(message)](Link& link) mutable {
     // Lost with the link: its error, or its end, is told by another event.
     if (link.usable()) link.start_operation(false, nullptr, 0, std::move(message));
   });
@@ -116,7 +134,7 @@ void Link::flush(std::uint64_t token) {
 
 std::shared_ptr<Writer> Link::open_writer(std::uint64_t key, Nanos ttl) {
   auto writer = std::make_shared<Writer>(*this, key, ttl);
-  on_writer(writer, [](Writer& writer) {
+  on_writer_light(writer, [](Writer& writer) {
     Link& link = writer.link();
     link.writers_.insert(writer.shared_from_this());
     if (!link.usable()) writer.link_lost(UCS_ERR_CONNECTION_RESET, "the link is gone");
@@ -124,13 +142,22 @@ std::shared_ptr<Writer> Link::open_writer(std::uint64_t key, Nanos ttl) {
   return writer;
 }
 
-void Link::on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act) {
-  command([writer = std::move(writer), act = std::move(act)](Link& link) {
+std::function<void(Link&)> Link::acting(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act) {
+  return [writer = std::move(writer), act = std::move(act)](Link& link) {
     act(*writer);
     link.schedule(writer);
     // No turn will come any more that could answer a late stop().
     if (link.closed()) link.run_writers();
-  });
+  };
+}
+
+void Link::on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act) {
+  command(acting(std::move(writer), std::move(act)));
+}
+
+void Link::on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, std::uint32_t pool,
+                           std::size_t units) {
+  light_command(acting(std::move(writer), std::move(act)), pool, units);
 }
 
 void Link::schedule(std::shared_ptr<Writer> writer) {
@@ -150,9 +177,9 @@ void Link::run_writers() {
   std::stable_partition(scheduled_.begin(), scheduled_.end(), [](const auto& writer) { return writer->waits(); });
 }
 
-unsigned Link::turn(Nanos now) {
+unsigned Link::turn(Nanos now, int most_progress) {
   unsigned work = 0;
-  for (int i = 0; worker_ && i < kProgressPerTurn; ++i) {
+  for (int i = 0; worker_ && i < most_progress; ++i) {
     unsigned count = worker_->progress();
     work += count;
     if (count == 0) break;

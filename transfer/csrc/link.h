@@ -58,16 +58,21 @@ class Link : public std::enable_shared_from_this<Link> {
   void close();
   std::shared_ptr<Writer> open_writer(std::uint64_t key, Nanos ttl);
   void on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act);
+  // For acts that start at most the copying of `units` units of a pool.
+  void on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, std::uint32_t pool = 0,
+                       std::size_t units = 0);
   // False from fence(), close() or the first error of the endpoint on: nothing may be posted any more.
   bool usable() const { return usable_; }
 
   // The reactor's thread.
-  unsigned turn(Nanos now);
+  unsigned turn(Nanos now, int most_progress);
   bool arm() { return !worker_ || worker_->arm(); }
   void on_control_ready();
   Nanos next_deadline() const;
   // Requests of ours are under way.
   bool busy() const { return phase_ == Phase::ending || busy_requests(); }
+  // More than a message of the peer is waited for.
+  bool needs_turns() const { return busy() || closed() || held_ || error_ != UCS_OK || !scheduled_.empty(); }
   bool puts_out() const { return !window_.empty(); }
   // A writer waits for the GPU, which wakes nobody.
   bool holds() const { return held_; }
@@ -114,10 +119,13 @@ class Link : public std::enable_shared_from_this<Link> {
   static void on_operation_done(void* operation, ucs_status_t status);
   static void on_close_done(void* link, ucs_status_t status);
 
+  static std::function<void(Link&)> acting(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act);
   template <typename Result>
   Result ask(const char* call, std::function<Result(const Endpoint&)> question);
   void run_writers();
   void command(std::function<void(Link&)> act);
+  void light_command(std::function<void(Link&)> act, std::uint32_t pool = 0, std::size_t units = 0);
+  bool light(std::uint32_t pool, std::size_t units) const;
   void schedule(std::shared_ptr<Writer> writer);
   void break_off(ucs_status_t status, const std::string& reason);
   void lose_writers(ucs_status_t status, const std::string& reason);

@@ -51,6 +51,7 @@ nb::dict stats(PyReactor& self) {
   put("turns", stats.turns);
   put("sleeps", stats.sleeps);
   put("commands", stats.commands);
+  put("light_turns", stats.light_turns);
   put("messages_sent", stats.messages_sent);
   put("messages_received", stats.messages_received);
   put("messages_early", stats.messages_early);

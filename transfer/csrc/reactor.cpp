@@ -2,6 +2,7 @@
 #include "reactor.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -29,18 +30,13 @@ constexpr std::uint64_t kWakeTag = 0;
 constexpr Nanos kLongestSleep = 100 * kMilli;
 // While requests are under way: not every transport wakes a sender whose peer has made room again.
 constexpr Nanos kBusySleep = kMilli;
+constexpr int kProgressPerTurn = 4;
 // Between two looks at a GPU that computes what is to be pushed, or at puts from its memory.
 constexpr Nanos kGpuNap = 20 * kMicro;
 // How often the control sockets are looked at while spinning.
 constexpr Nanos kLookEvery = 200 * kMicro;
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+// A turn that another thread takes ends after this long; the progress thread goes on with it.
+constexpr Nanos kLightTurn = 20 * kMicro;
 
 }  // namespace
 
@@ -84,7 +80,7 @@ std::shared_ptr<Link> Reactor::open_link(std::uint32_t epoch, std::uint64_t cook
   return link;
 }
 
-bool Reactor::post(Command command) {
+bool Reactor::enqueue(Command command) {
   {
     std::lock_guard lock(mutex_);
     if (closed_) return false;
@@ -92,8 +88,40 @@ bool Reactor::post(Command command) {
   }
   // Sequentially consistent, against sleep(): either it sees pending_, or we see sleeping_.
   pending_ = true;
-  if (sleeping_.exchange(false)) eventfd_write(wake_fd_, 1);
   return true;
+}
+
+void Reactor::wake() {
+  if (sleeping_.exchange(false)) eventfd_write(wake_fd_, 1);
+}
+
+bool Reactor::post(Command command) {
+  if (!enqueue(std::move(command))) return false;
+  wake();
+  return true;
+}
+
+bool Reactor::post_light(Link& link, const std::function<bool()>& light, Command command) {
+  if (!enqueue(std::move(command))) return false;
+  // With a GPU, UCX works in a context that is current on the progress thread only.
+  if (sleeping_ && !cuda_) {
+    // Not ours: it is just falling asleep, or waking up.
+    std::unique_lock turn(turn_, std::try_to_lock);
+    if (turn && light() && finish_here(link)) return true;
+  }
+  wake();
+  return true;
+}
+
+// The workers were armed before the thread fell asleep, and progress made here takes nothing of that back: what comes
+// later makes their fds readable. True: nothing is left that would have to wake the thread.
+bool Reactor::finish_here(Link& link) {
+  ++stats_.light_turns;
+  run_commands();
+  const Nanos begun = now_ns();
+  for (Nanos now = begun; now - begun < kLightTurn; now = now_ns())
+    if (link.turn(now, 1) == 0) return !link.needs_turns() && !pending_;
+  return false;
 }
 
 void Reactor::close() {
@@ -120,6 +148,7 @@ bool Reactor::run_commands() {
 }
 
 void Reactor::run() {
+  std::unique_lock turn(turn_);
   if (cuda_) {
     // Before the first call of UCX: without a current context it takes cuda_ipc for unreachable when it unpacks a key,
     // and crashes when a worker is armed. It was current for a moment in the constructor, so this works.
@@ -133,7 +162,7 @@ void Reactor::run() {
     if (gpu_ && gpu_->poll([](GpuSlice slice) { slice.writer->link().slice_done(slice); }) > 0) work = true;
     Nanos now = now_ns();
     for (auto each = links_.begin(); each != links_.end();) {
-      if (each->second->turn(now) > 0) work = true;
+      if (each->second->turn(now, kProgressPerTurn) > 0) work = true;
       each = each->second->closed() ? links_.erase(each) : std::next(each);
     }
     ++stats_.turns;
@@ -148,14 +177,15 @@ void Reactor::run() {
     now = now_ns();
     if (now - looked >= kLookEvery) {
       looked = now;
-      look_at_fds(0);
+      look_at(wait_for_fds(0));
     }
     if (work) {
       active = now;
     } else if (now - active < spin_) {
-      relax();
+      // To a thread that waits for this core, perhaps with what is spun for.
+      sched_yield();
     } else {
-      bool woken = sleep(now);
+      bool woken = sleep(now, turn);
       looked = now_ns();
       if (woken) active = looked;
     }
@@ -173,7 +203,7 @@ Nanos Reactor::gpu_nap(Nanos now) const {
 
 bool Reactor::nap(Nanos length) {
   if (length == 0) {
-    relax();
+    sched_yield();
     return false;
   }
   sleeping_ = true;
@@ -181,13 +211,13 @@ bool Reactor::nap(Nanos length) {
   if (!pending_) {
     pollfd fd{epoll_fd_, POLLIN, 0};
     timespec time{0, length};
-    woken = ppoll(&fd, 1, &time, nullptr) > 0 && look_at_fds(0);
+    woken = ppoll(&fd, 1, &time, nullptr) > 0 && look_at(wait_for_fds(0));
   }
   sleeping_ = false;
   return woken;
 }
 
-bool Reactor::sleep(Nanos now) {
+bool Reactor::sleep(Nanos now, std::unique_lock<std::mutex>& turn) {
   if (Nanos length = gpu_nap(now); length <= kGpuNap) return nap(length);
   bool woken = false;
   sleeping_ = true;
@@ -195,17 +225,25 @@ bool Reactor::sleep(Nanos now) {
   for (auto& [id, link] : links_) armed = armed && link->arm();
   if (armed) {
     ++stats_.sleeps;
-    woken = look_at_fds(timeout_ms(now));
+    const int timeout = timeout_ms(now);
+    turn.unlock();
+    Ready ready = wait_for_fds(timeout);
+    turn.lock();
+    woken = look_at(ready);
   }
   sleeping_ = false;
   return woken;
 }
 
-bool Reactor::look_at_fds(int timeout_ms) {
-  std::array<epoll_event, 64> events;
-  int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), timeout_ms);
-  for (int i = 0; i < count; ++i) {
-    std::uint64_t tag = events[static_cast<std::size_t>(i)].data.u64;
+Reactor::Ready Reactor::wait_for_fds(int timeout_ms) const {
+  Ready ready;
+  ready.count = epoll_wait(epoll_fd_, ready.events.data(), static_cast<int>(ready.events.size()), timeout_ms);
+  return ready;
+}
+
+bool Reactor::look_at(const Ready& ready) {
+  for (int i = 0; i < ready.count; ++i) {
+    std::uint64_t tag = ready.events[static_cast<std::size_t>(i)].data.u64;
     if (tag == kWakeTag) {
       eventfd_t ignored;
       (void)eventfd_read(wake_fd_, &ignored);
@@ -215,7 +253,7 @@ bool Reactor::look_at_fds(int timeout_ms) {
     }
     // A worker's fd only ends the sleep: the next turn progresses it.
   }
-  return count > 0;
+  return ready.count > 0;
 }
 
 int Reactor::timeout_ms(Nanos now) const {

@@ -3,9 +3,13 @@
 // tells them through the event queue.
 //
 // It spins for `spin` after the last work, then arms every worker and sleeps in epoll. A command wakes it
-// only when it sleeps.
+// only when it sleeps. While it does, another thread may take the turn for a command that is soon done: waking
+// takes longer than that, above all on a virtual machine whose idle core has been halted.
 #pragma once
 
+#include <sys/epoll.h>
+
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -42,6 +46,9 @@ class Reactor {
   std::shared_ptr<Link> open_link(std::uint32_t epoch, std::uint64_t cookie);
   // False: closed, the command will not run.
   bool post(Command command);
+  // Likewise; but while the progress thread sleeps, this thread itself runs the command and what follows from it on
+  // `link`, if `light` says, asked in the turn, that this is soon done.
+  bool post_light(Link& link, const std::function<bool()>& light, Command command);
   // Closes every link and ends the threads, within about a second. Idempotent.
   void close();
   EventQueue& events() { return events_; }
@@ -59,10 +66,18 @@ class Reactor {
 
  private:
   void run();
+  bool enqueue(Command command);
+  void wake();
   bool run_commands();
+  bool finish_here(Link& link);
   // Both: whether an event, and not the clock, was the reason to return.
-  bool sleep(Nanos now);
-  bool look_at_fds(int timeout_ms);
+  struct Ready {
+    std::array<epoll_event, 64> events;
+    int count;
+  };
+  bool sleep(Nanos now, std::unique_lock<std::mutex>& turn);
+  Ready wait_for_fds(int timeout_ms) const;
+  bool look_at(const Ready& ready);
   bool nap(Nanos length);
   int timeout_ms(Nanos now) const;
   Nanos gpu_nap(Nanos now) const;
@@ -81,6 +96,9 @@ class Reactor {
   std::atomic<bool> sleeping_ = false;
   std::atomic<std::uint32_t> next_link_ = 1;
 
+  // Held by whoever takes a turn; by the progress thread always but while it waits in epoll. A link's and a writer's
+  // "reactor's thread" is the one that holds it.
+  std::mutex turn_;
   std::map<std::uint32_t, std::shared_ptr<Link>> links_;
   bool ending_ = false;
   std::unique_ptr<CopyCrew> crew_;

@@ -10,6 +10,7 @@ namespace kvrail {
 struct Stats {
   using Count = std::atomic<std::uint64_t>;
   Count turns = 0, sleeps = 0, commands = 0;
+  Count light_turns = 0;  // taken by threads that had something small to do
   Count messages_sent = 0, messages_received = 0;
   Count messages_early = 0;       // held until those before them came
   Count messages_duplicate = 0;   // dropped
