@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["causal_attention", "gather_pages", "paged_attention", "scatter_pages"]
+__all__ = ["causal_attention", "gather_pages", "paged_attention", "scatter_pages", "store_tokens"]
 
 
 def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -16,6 +16,22 @@ def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def scatter_pages(pool: torch.Tensor, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """The inverse of `gather_pages`: pool[pages[i]] = slab[i]. `pages` holds no index twice."""
     pool[pages] = slab
+
+
+def store_tokens(
+    pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor
+) -> None:
+    """Put K and V of tokens into pages, those with a negative place nowhere.
+
+    pool [P, layers, 2, page_tokens, kv_heads, dim]; key and value [T, kv_heads, dim]; places [T] int64: token t of page
+    p has place p * layers * 2 * page_tokens + t.
+    """
+    _, layers, _, page_tokens = pool.shape[:4]
+    for k, v, place in zip(key, value, places.tolist(), strict=True):
+        if place >= 0:
+            page, token = divmod(place, layers * 2 * page_tokens)
+            pool[page, layer, 0, token] = k
+            pool[page, layer, 1, token] = v
 
 
 def causal_attention(

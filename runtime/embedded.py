@@ -88,6 +88,7 @@ class EmbeddedEngine:
             self._compute,
             PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
         )
+        model.prepare_decoding(self._memory.pages, max_num_seqs, self.layout.pages_for(self.max_model_len))
         self._prefixes = self._memory.prefixes
         self._max_num_seqs = max_num_seqs
         self._token_budget = max_num_batched_tokens
@@ -288,8 +289,7 @@ class EmbeddedEngine:
 
     def _situation(self) -> tuple[object, ...]:
         head = self._waiting[0].sequence_id if self._waiting else None
-        pool = self._pool
-        held = (pool.available, pool.owned, pool.free_states)
+        held = (self._pool.available, self._pool.owned, self._pool.free_states)
         return (head, *held, len(self._running), len(self._sequences))
 
     def _admit(self) -> None:
