@@ -233,8 +233,8 @@ class FlashInferPlan:
             self._indptr,
             self._last,
         )
-        q = query.transpose(0, 1).contiguous()
-        out = torch.empty_like(q)
+        q = as_rows(query, query.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         one = self._singles
         # The plan's scale is 1, so that layers may differ in theirs.
         for wrapper, first, last in ((self._decode, 0, one), (self._prefill, one, len(q))):
@@ -244,7 +244,7 @@ class FlashInferPlan:
 
 
 def as_rows(side: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """K or V [kv_heads, T, head_dim] as [T, kv_heads, head_dim]: the kernel takes any strides but the last one."""
+    """[heads, T, head_dim] as [T, heads, head_dim]: the kernels take any strides but the last one."""
     rows = side.transpose(0, 1).to(dtype)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

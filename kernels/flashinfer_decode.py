@@ -104,8 +104,8 @@ class FixedDecode:
         """Store K and V, then attend, as StepPlan.attend."""
         made = self._attention
         self._store(pool, layer, as_rows(key, pool.dtype), as_rows(value, pool.dtype), tables.places)
-        q = query.transpose(0, 1).contiguous()
-        out = torch.empty_like(q)
+        q = as_rows(query, query.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         made.module.paged_run(
             made.workspace,
             self._ints,

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kvrail.kernels.compiled import KernelsUnavailable, cubin, device_architecture, require_cuda
+from kvrail.kernels.launching import TorchKernels
 
 __all__ = ["KvStore"]
 
@@ -22,13 +21,7 @@ class KvStore:
 
     def __init__(self, device: int, cache: Path | None) -> None:
         """Compile it, or take it from the folder `cache`. Raises KernelsUnavailable naming what is missing."""
-        core = require_cuda()
-        code = cubin(_SOURCE, device_architecture(device), cache)
-        try:
-            self._kernel: Any = core.ObjectCode.from_cubin(code).get_kernel("kv_store")
-        except Exception as error:  # the driver's class is private to cuda.core
-            raise KernelsUnavailable(f"the kernel that stores KV cannot be loaded: {error}") from error
-        self._core: Any = core
+        self._kernels = TorchKernels(_SOURCE, device, cache, ("kv_store",))
 
     def __call__(
         self, pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor
@@ -51,10 +44,10 @@ class KvStore:
         row_bytes = kv_heads * dim * width
         base = pool.data_ptr() + 2 * layer * page_tokens * row_bytes
         vectors = row_bytes // _VECTOR_BYTES
-        self._core.launch(
-            self._core.Stream.from_handle(torch.cuda.current_stream(pool.device).cuda_stream),
-            self._core.LaunchConfig(grid=tokens, block=min(_MOST_THREADS, -(-vectors // 32) * 32)),
-            self._kernel,
+        self._kernels.launch(
+            "kv_store",
+            (tokens, 1),
+            min(_MOST_THREADS, -(-vectors // 32) * 32),
             key.data_ptr(),
             value.data_ptr(),
             base,

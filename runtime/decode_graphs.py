@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class DecodeGraphs:
         torch.cuda.synchronize(pool.device)
         self._forget()
         self._pool = wanted
+        torch.cuda.empty_cache()
         began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info(pool.device)
         try:
             why = self._capture_all(pool, batch_sizes(sequences), sequence_pages)
@@ -82,6 +84,7 @@ class DecodeGraphs:
             self._forget()
             why = str(error).partition("\n")[0]
         torch.cuda.synchronize(pool.device)
+        torch.cuda.empty_cache()
         if why and why != self._told:
             self._told = why
             _log.warning("decoding %s CUDA graphs: %s", "lacks some" if self._sizes else "is without", why)
@@ -169,7 +172,10 @@ def _identity(pool: torch.Tensor) -> tuple[object, ...]:
 def _no_waiting() -> Iterator[None]:
     """What makes the host wait for the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # That this mode does not know everything that waits.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

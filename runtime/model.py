@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from kvrail.kernels.attention import AttentionPlan, Planner, Slice, StepPlan
+from kvrail.kernels.compiled import KernelsUnavailable
+from kvrail.kernels.elementwise import Elementwise
 from kvrail.kernels.flashinfer_attention import AttentionUnavailable, FlashInferAttention
-from kvrail.kernels.fused import fuse_norms
+from kvrail.kernels.fused import fuse_layers, fuse_norms
 from kvrail.kernels.linear import activation_dtype, swap_modules
 from kvrail.kernels.upload import upload
 from kvrail.runtime.architectures import has_experts, layer_windows, shrunk_window
@@ -144,7 +146,7 @@ class PagedModel:
             self._activations = dtype
             # Equality with a CPU, and of two engines, is promised in float32: no sums of 10-bit mantissas.
             torch.set_float32_matmul_precision("highest")
-            fuse_norms(self._model)
+            self._fuse(dtype, plain=all(window is None for window in windows))
             self.arithmetic = f"{layout.dtype} on {device_name(self.device)}, {name}"
         _log.info("arithmetic: %s", self.arithmetic)
 
@@ -179,6 +181,18 @@ class PagedModel:
         if progress:
             progress("ready", 1.0)
         return paged
+
+    def _fuse(self, dtype: torch.dtype, plain: bool) -> None:
+        """Fewer and larger kernels. In float32 only what gives the same numbers; `plain`: no layer has a window."""
+        kernels = None
+        if dtype != torch.float32:
+            try:
+                kernels = Elementwise(self.device.index or 0, dtype, cache_dir())
+            except KernelsUnavailable as error:
+                _log.warning("layers are computed piece by piece: %s", error)
+        fuse_norms(self._model, kernels)
+        if kernels is not None and plain:
+            fuse_layers(self._model, _paged_attention, kernels)
 
     def prepare_decoding(self, pool: torch.Tensor, sequences: int, sequence_pages: int) -> None:
         """Get ready for decoding steps of up to `sequences` sequences of at most `sequence_pages` pages over `pool`.
