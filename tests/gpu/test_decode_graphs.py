@@ -216,12 +216,13 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, count, replays) -> No
         expected = eager.forward(copy, tokens, slices, wanted)
         found = model.forward(pool, tokens, slices, wanted)
         assert found.shape == (len(wanted), VOCABULARY)
-        if count in model._graphs.sizes:
+        # Products of the same shapes are the same kernels.
+        if count in model._graphs.sizes and len(wanted) == count:
             assert torch.equal(found, expected), f"step {step}: {float((found - expected).abs().max())}"
         assert float((found - expected).abs().max()) <= 0.1 * float(expected.std())
         # So that what differs does not add up.
         both = [one[[page for table in tables for page in table]].float() for one in (pool, copy)]
-        assert float((both[0] - both[1]).abs().max()) <= 0.1
+        assert float((both[0] - both[1]).abs().max()) <= 0.25
         pool.copy_(copy)
     assert replays == [count] * 20
     others = torch.ones(page_count, dtype=torch.bool)
@@ -286,10 +287,10 @@ def test_answers_are_those_of_launched_steps(model, eager, grammars, kind, repla
         "penalised": {
             "repetition_penalty": 1.3,
             "presence_penalty": 0.4,
-            "min_tokens": 45,
+            "min_tokens": 50,
             "stop_token_ids": [9],
         },
-        "grammar": {"grammar": LLMatcher.grammar_from_regex(r"[0-9]{60,80}"), "eos_ids": [END]},
+        "grammar": {"grammar": LLMatcher.grammar_from_regex(r"[0-9]{200,300}"), "eos_ids": [END]},
     }[kind]
     names = ("a", "b") if kind == "several" else ("a", "b", "c", "d")
     asked = {name: (prompt(20, n), greedy(50, **more)) for n, name in enumerate(names)}
@@ -319,6 +320,7 @@ def test_aborts_and_preemption_between_steps(model, eager, replays) -> None:
             gone.append(str(2 * len(gone)))
             rig.engine.abort(gone[-1])
             rig.poison_free_pages()
+            torch.cuda.synchronize()
     rig.assert_idle()
     assert len(set(replays)) > 2
     for n in range(9):
