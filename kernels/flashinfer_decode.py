@@ -43,7 +43,9 @@ class FixedDecode:
         self._pool_shape = pool.shape
         self.tables = DecodeTables(attention.device, rows, pages)
         self._ints = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=attention.device)
-        self._pinned_ints = torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._pinned_ints = torch.empty(
+            _PLAN_BYTES, dtype=torch.uint8, pin_memory=attention.device.type == "cuda"
+        )
         # One query token in each row.
         self._host_rows = torch.arange(rows + 1, dtype=torch.int32)
         self._device_rows = self._host_rows.to(attention.device)
