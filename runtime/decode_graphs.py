@@ -79,8 +79,9 @@ class DecodeGraphs:
         began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info(pool.device)
         try:
             why = self._capture_all(pool, batch_sizes(sequences), sequence_pages)
-        # What torch raises for work that cannot be captured has no class of its own.
-        except (RuntimeError, KernelsUnavailable) as error:
+        # Torch has no class of its own for work that cannot be captured; the others are what calls that another version
+        # of FlashInfer has changed, and strides that the kernels cannot do, end with.
+        except (RuntimeError, TypeError, ValueError, AttributeError, KernelsUnavailable) as error:
             self._forget()
             why = str(error).partition("\n")[0]
         torch.cuda.synchronize(pool.device)
