@@ -34,6 +34,8 @@ _GROUPS = {
     "role": "Role and model",
     "host": "Addresses",
     "max_model_len": "Engine and memory",
+    "device": "Device",
+    "threads": "Engine and memory",
     "routing": "Requests",
     "lane": "Links and lanes",
     "local_prefill": "Requests",
@@ -58,9 +60,10 @@ def _launch_command() -> Callable[..., None]:
             choices, metavar = typing.get_args(kind), "<choice>"
             if not all(re.search(rf"\b{choice}\b", text) for choice in choices):
                 text += f": {', '.join(choices[:-1])} or {choices[-1]}"
-        option = typer.Option(
-            "--" + field.name.replace("_", "-"), help=text, metavar=metavar, rich_help_panel=group
-        )
+        flag = "--" + field.name.replace("_", "-")
+        if default is True:
+            flag += "/--no" + flag.removeprefix("-")
+        option = typer.Option(flag, help=text, metavar=metavar, rich_help_panel=group)
         parameters.append(
             inspect.Parameter(
                 field.name,

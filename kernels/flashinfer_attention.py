@@ -23,7 +23,7 @@ import torch
 from kvrail.kernels.attention import Slice, StepPlan
 from kvrail.kernels.upload import stage
 
-__all__ = ["AttentionUnavailable", "FlashInferAttention", "FlashInferPlan"]
+__all__ = ["AttentionUnavailable", "FlashInferAttention", "FlashInferPlan", "as_rows"]
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -65,12 +65,15 @@ class FlashInferAttention:
                 "FlashInfer has to compile its kernels once and finds no nvcc: install the CUDA toolkit, or set "
                 "CUDA_HOME"
             )
-        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        # Both may use the same scratch space: they run one after the other.
+        # All may use the same scratch space: they run one after the other.
+        self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         self._decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
+            self.workspace, "NHD", use_tensor_cores=True
         )
-        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace, "NHD", backend="fa2"
+        )
+        self.module: Any = None
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
@@ -85,7 +88,8 @@ class FlashInferAttention:
         """
         try:
             for module in self._modules:
-                module.build_and_load()
+                # The last one has the kernels of attention.
+                self.module = module.build_and_load()
         except (RuntimeError, OSError) as error:
             raise AttentionUnavailable(f"FlashInfer's kernels cannot be compiled: {error}") from error
 
@@ -220,8 +224,8 @@ class FlashInferPlan:
         pool = self._pool
         sides = (pool[:, layer, 0], pool[:, layer, 1])
         self._append(
-            _rows(key, pool.dtype),
-            _rows(value, pool.dtype),
+            as_rows(key, pool.dtype),
+            as_rows(value, pool.dtype),
             self._rows,
             self.positions,
             sides,
@@ -229,8 +233,8 @@ class FlashInferPlan:
             self._indptr,
             self._last,
         )
-        q = query.transpose(0, 1).contiguous()
-        out = torch.empty_like(q)
+        q = as_rows(query, query.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         one = self._singles
         # The plan's scale is 1, so that layers may differ in theirs.
         for wrapper, first, last in ((self._decode, 0, one), (self._prefill, one, len(q))):
@@ -239,8 +243,8 @@ class FlashInferPlan:
         return out
 
 
-def _rows(side: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """K or V [kv_heads, T, head_dim] as [T, kv_heads, head_dim]: the kernel takes any strides but the last one."""
+def as_rows(side: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[heads, T, head_dim] as [T, heads, head_dim]: the kernels take any strides but the last one."""
     rows = side.transpose(0, 1).to(dtype)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["causal_attention", "gather_pages", "paged_attention", "scatter_pages"]
+__all__ = [
+    "apply_gate",
+    "apply_norm",
+    "apply_rotation",
+    "causal_attention",
+    "gather_pages",
+    "paged_attention",
+    "scatter_pages",
+    "store_tokens",
+]
 
 
 def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -16,6 +25,40 @@ def gather_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def scatter_pages(pool: torch.Tensor, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """The inverse of `gather_pages`: pool[pages[i]] = slab[i]. `pages` holds no index twice."""
     pool[pages] = slab
+
+
+def store_tokens(
+    pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor
+) -> None:
+    """Put K and V of tokens into pages, those with a negative place nowhere.
+
+    pool [P, layers, 2, page_tokens, kv_heads, dim]; key and value [T, kv_heads, dim]; places [T] int64: token t of page
+    p has place p * layers * 2 * page_tokens + t.
+    """
+    _, layers, _, page_tokens = pool.shape[:4]
+    for k, v, place in zip(key, value, places.tolist(), strict=True):
+        if place >= 0:
+            page, token = divmod(place, layers * 2 * page_tokens)
+            pool[page, layer, 0, token] = k
+            pool[page, layer, 1, token] = v
+
+
+def apply_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+
+
+def apply_rotation(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim] turned by the angles of its positions [T, dim], halves of a head against each other."""
+    first, second = x.float().chunk(2, dim=-1)
+    return x.float() * cosines.float()[:, None] + torch.cat((-second, first), dim=-1) * sines.float()[:, None]
+
+
+def apply_gate(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension, in float32."""
+    gates, values = x.float().chunk(2, dim=-1)
+    return gates * torch.sigmoid(gates) * values
 
 
 def causal_attention(

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvrail.kernels.attention import Slice
+from kvrail.kernels.upload import upload
 from kvrail.runtime.sampler import sample, token_logprobs
 from kvrail.runtime.sequence import EngineSequence
 from kvrail.transfer.wire import TokenLogprob
@@ -88,7 +90,7 @@ class Batch:
         if not rows:
             return [(sequence, []) for sequence, _ in drawing]
         if rows != list(range(len(logits))):
-            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+            logits = logits[upload(logits.device, (np.array(rows, dtype=np.int64),))[0]]
         drawn = iter(sample(logits, [choice.row() for _, choices in drawing for choice in choices]))
         result: list[tuple[EngineSequence, list[Drawn] | str]] = []
         for sequence, choices in drawing:

@@ -134,6 +134,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
     attention: Annotated[Attention, typer.Option(help="auto, flashinfer or torch")] = "auto",
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="replay decoding steps as CUDA graphs")
+    ] = True,
     threads: Annotated[int, typer.Option(help="threads of arithmetic")] = 1,
     rounds: Annotated[int, typer.Option(help="the quickest of this many rounds counts")] = 3,
     json_file: Annotated[
@@ -144,7 +147,14 @@ def main(
     torch.set_num_threads(threads)
     folder = model or str(cache_dir() / "models" / "SmolLM2-135M-Instruct")
     began = time.perf_counter()
-    loaded = PagedModel.load(open_checkpoint(folder), dtype, _PAGE_TOKENS, device=device, attention=attention)
+    loaded = PagedModel.load(
+        open_checkpoint(folder),
+        dtype,
+        _PAGE_TOKENS,
+        device=device,
+        attention=attention,
+        cuda_graphs=cuda_graphs,
+    )
     facts = machine_facts(loaded.arithmetic) | {"load_s": round(time.perf_counter() - began, 1)}
     say = Console()
     say.print(", ".join(f"{name}: {value}" for name, value in facts.items()), highlight=False)

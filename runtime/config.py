@@ -93,6 +93,9 @@ class LaunchConfig:
     attention: Literal["auto", "flashinfer", "torch"] = _setting(
         "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
     )
+    cuda_graphs: bool = _setting(
+        True, "replay decoding steps as CUDA graphs, where attention is FlashInfer's"
+    )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
     )

@@ -19,13 +19,16 @@ import torch
 from torch import nn
 
 from kvrail.kernels.attention import AttentionPlan, Planner, Slice, StepPlan
+from kvrail.kernels.compiled import KernelsUnavailable
+from kvrail.kernels.elementwise import Elementwise
 from kvrail.kernels.flashinfer_attention import AttentionUnavailable, FlashInferAttention
-from kvrail.kernels.fused import fuse_norms
+from kvrail.kernels.fused import fuse_layers, fuse_norms
 from kvrail.kernels.linear import activation_dtype, swap_modules
 from kvrail.kernels.upload import upload
 from kvrail.runtime.architectures import has_experts, layer_windows, shrunk_window
 from kvrail.runtime.checkpoint import Checkpoint, Progress, cache_dir
 from kvrail.runtime.config import Attention, keep_compiled_attention
+from kvrail.runtime.decode_graphs import DecodeGraphs
 from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
@@ -113,6 +116,8 @@ class PagedModel:
         layout: PageLayout,
         attention: Attention = "auto",
         progress: Progress | None = None,
+        *,
+        cuda_graphs: bool = True,
     ) -> None:
         """Take over `model`, which lies on the device that it is to compute on."""
         from transformers import AttentionInterface
@@ -129,8 +134,11 @@ class PagedModel:
         self._model.set_attn_implementation(_ATTENTION)
         self.device: torch.device = model.device
         dtype = getattr(torch, layout.dtype)
-        planner, name = _attention(attention, self.device, layout, model.config, progress)
-        self._plan: Planner = planner
+        compiled, name = _attention(attention, self.device, layout, model.config, progress)
+        self._plan: Planner = StepPlan if compiled is None else compiled.plan
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs and compiled is not None and _capturable(model.config, windows):
+            self._graphs = DecodeGraphs(compiled, self._decode, self.vocab_size, cache_dir())
         if self.device.type == "cpu":
             self._activations = activation_dtype(dtype)
             self.arithmetic = swap_modules(self._model, dtype)
@@ -140,7 +148,7 @@ class PagedModel:
             self._activations = dtype
             # Equality with a CPU, and of two engines, is promised in float32: no sums of 10-bit mantissas.
             torch.set_float32_matmul_precision("highest")
-            fuse_norms(self._model)
+            self._fuse(dtype, plain=all(window is None for window in windows))
             self.arithmetic = f"{layout.dtype} on {device_name(self.device)}, {name}"
         _log.info("arithmetic: %s", self.arithmetic)
 
@@ -154,6 +162,7 @@ class PagedModel:
         *,
         device: str = "cpu",
         attention: Attention = "auto",
+        cuda_graphs: bool = True,
     ) -> PagedModel:
         """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
         layout = checkpoint.layout(dtype, page_tokens)
@@ -166,7 +175,7 @@ class PagedModel:
                 progress("checking the model", 0.8)
             with shrunk_window(model, _CHECK_WINDOW):
                 expected = _own_logits(model, _check_prompts(model))
-                paged = cls(model, layout, attention, progress)
+                paged = cls(model, layout, attention, progress, cuda_graphs=cuda_graphs)
                 paged._check(expected)
         except torch.OutOfMemoryError as error:
             remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
@@ -174,6 +183,27 @@ class PagedModel:
         if progress:
             progress("ready", 1.0)
         return paged
+
+    def _fuse(self, dtype: torch.dtype, plain: bool) -> None:
+        """Fewer and larger kernels. In float32 only what gives the same numbers; `plain`: no layer has a window."""
+        kernels = None
+        if dtype != torch.float32:
+            try:
+                kernels = Elementwise(self.device.index or 0, dtype, cache_dir())
+            except KernelsUnavailable as error:
+                _log.warning("layers are computed piece by piece: %s", error)
+        fuse_norms(self._model, kernels)
+        if kernels is not None and plain:
+            fuse_layers(self._model, _paged_attention, kernels)
+
+    def prepare_decoding(self, pool: torch.Tensor, sequences: int, sequence_pages: int) -> None:
+        """Get ready for decoding steps of up to `sequences` sequences of at most `sequence_pages` pages over `pool`.
+
+        Where decoding has nothing to get ready, and for another pool, `forward` serves all the same, more slowly.
+        """
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.prepare(pool, sequences, sequence_pages)
 
     def forward(
         self,
@@ -186,21 +216,32 @@ class PagedModel:
         """Compute the new tokens of each slice into pages and rings; return logits [len(wanted), vocabulary], float32.
 
         tokens [T] in the order of the slices; `wanted` are indices into them. `rings`: see ring_tensor; needed by
-        models with sliding-window layers.
+        models with sliding-window layers. The logits are good until the next call.
         """
         with torch.inference_mode():
+            if self._graphs is not None and rings is None:
+                logits = self._graphs.run(pool, tokens, slices, wanted)
+                if logits is not None:
+                    return logits
             plan = self._plan(pool, slices, self._activations, rings)
             ids, kept = upload(pool.device, (tokens.astype(np.int64), np.asarray(wanted, dtype=np.int64)))
-            logits: torch.Tensor = self._model(
-                input_ids=ids[None],
-                position_ids=plan.positions[None],
-                attention_mask=None,
-                use_cache=False,
-                logits_to_keep=kept,
-                plan=plan,
-                places=self._places,
-            ).logits[0]
-            return logits.float()
+            return self._logits(ids, plan, kept).float()
+
+    def _decode(self, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        # 0: of all tokens.
+        return self._logits(ids, plan, 0)
+
+    def _logits(self, ids: torch.Tensor, plan: AttentionPlan, kept: torch.Tensor | int) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=ids[None],
+            position_ids=plan.positions[None],
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=kept,
+            plan=plan,
+            places=self._places,
+        ).logits[0]
+        return logits
 
     def _check(self, expected: torch.Tensor) -> None:
         """Raise ConfigError unless a flat paged batch gives `expected`, the model's own logits.
@@ -216,6 +257,7 @@ class PagedModel:
         like = torch.empty(0, dtype=getattr(torch, self.layout.dtype), device=self.device)
         pool = like.new_zeros(4, *small.shape)
         rings = like.new_zeros(3, *small.ring_shape) if small.window_layers else None
+        self.prepare_decoding(pool, 2, len(pool))
         done = [0, 0]
         for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
             active = [i for i in range(2) if counts[i]]
@@ -279,10 +321,10 @@ def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device) -> A
 
 def _attention(
     wanted: Attention, device: torch.device, layout: PageLayout, config: Any, progress: Progress | None
-) -> tuple[Planner, str]:
-    """How attention is planned, and its name. Raises ConfigError when `wanted` cannot be had."""
+) -> tuple[FlashInferAttention | None, str]:
+    """The compiled attention (None: torch's), and what it is called. Raises ConfigError when `wanted` cannot be had."""
     if wanted == "torch" or (wanted == "auto" and device.type == "cpu"):
-        return StepPlan, "torch attention"
+        return None, "torch attention"
     keep_compiled_attention(cache_dir())
     try:
         found = FlashInferAttention(
@@ -299,5 +341,15 @@ def _attention(
         if wanted == "flashinfer":
             raise ConfigError(f"--attention flashinfer: {error}") from error
         _log.warning("attention is torch's own, which is much slower in 16 bits: %s", error)
-        return StepPlan, "torch attention"
-    return found.plan, "FlashInfer attention"
+        return None, "torch attention"
+    return found, "FlashInfer attention"
+
+
+def _capturable(config: Any, windows: Sequence[int | None]) -> bool:
+    """Whether a decoding step is the same kernels for whatever tokens.
+
+    Layers with a window or capped scores are torch's, over tables as long as the batch makes them. Which experts
+    compute what is decided on the host.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return not (has_experts(config) or capped or any(window is not None for window in windows))

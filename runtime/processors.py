@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.kernels.upload import upload
 from kvrail.runtime.messages import Sampling
 
 __all__ = ["Row", "TokenHistory", "process"]
@@ -92,7 +93,8 @@ def process(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         pairs = [(place, [token for token, _ in row.sampling.logit_bias]) for place, row in biased]
         places, tokens = _sparse(pairs, logits)
         bias = [value for _, row in biased for _, value in row.sampling.logit_bias]
-        logits[places, tokens] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        (added,) = upload(logits.device, (np.array(bias, dtype=np.float32),))
+        logits[places, tokens] += added
     if penalised:
         _penalise(logits, penalised)
     return logits
@@ -102,8 +104,7 @@ def _mask(logits: torch.Tensor, places: list[int], masks: list[npt.NDArray[np.ui
     """-inf for all that the grammars of these rows do not allow (also for ids that they do not know)."""
     vocabulary = logits.shape[1]
     bits = np.unpackbits(np.stack(masks), axis=1, bitorder="little", count=vocabulary)
-    forbidden = torch.from_numpy(bits == 0).to(logits.device)
-    index = torch.tensor(places, device=logits.device)
+    forbidden, index = upload(logits.device, (bits == 0, np.array(places, dtype=np.int64)))
     logits[index] = logits[index].masked_fill(forbidden, -_INF)
 
 
@@ -113,10 +114,10 @@ def _penalise(logits: torch.Tensor, penalised: list[tuple[int, Row]]) -> None:
         [(place, row.history.tokens) for place, row in penalised if row.history is not None], logits
     )
     lengths = [len(history.tokens) for history in histories]
-    counts = torch.from_numpy(np.concatenate([history.counts for history in histories])).to(logits.device)
+    (counts,) = upload(logits.device, (np.concatenate([history.counts for history in histories]),))
 
     def each(values: list[float]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths)).to(logits.device)
+        return upload(logits.device, (np.repeat(np.array(values, dtype=np.float32), lengths),))[0]
 
     samplings = [row.sampling for _, row in penalised]
     repetition = each([one.repetition_penalty for one in samplings])
@@ -133,4 +134,5 @@ def _sparse(
     """(row, its tokens) … as two index tensors of one length, on the device of `logits`."""
     places = np.repeat([place for place, _ in entries], [len(tokens) for _, tokens in entries])
     tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for _, tokens in entries])
-    return torch.from_numpy(places).to(logits.device), torch.from_numpy(tokens).to(logits.device)
+    there, what = upload(logits.device, (places, tokens))
+    return there, what

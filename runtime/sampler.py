@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvrail.kernels.upload import upload
 from kvrail.runtime.processors import Row, process
 from kvrail.transfer.wire import TokenLogprob
 
@@ -46,7 +47,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
     highest, tokens = wanted.max(dim=-1)
     drawn = [place for place, row in enumerate(rows) if row.sampling.temperature > 0.0]
     if drawn:
-        index = torch.tensor(drawn, device=logits.device)
+        index = _there(drawn, logits)
         tokens[index] = _draw(wanted[index], [rows[place] for place in drawn])
     possible_there = torch.isfinite(highest)
     # What is no number is the highest of its row, unless a mask has hidden it.
@@ -57,9 +58,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
     logprobs: dict[int, TokenLogprob] = {}
     if noted:
         counts = [rows[place].sampling.logprobs or 0 for place in noted]
-        found = token_logprobs(
-            logits[torch.tensor(noted, device=logits.device)], [chosen[place] for place in noted], counts
-        )
+        found = token_logprobs(logits[_there(noted, logits)], [chosen[place] for place in noted], counts)
         logprobs = dict(zip(noted, found, strict=True))
     result: list[tuple[int, TokenLogprob | None] | str] = []
     for place in range(len(rows)):
@@ -75,7 +74,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """Log-probability of one token in each row of logits [n, vocabulary], and the row's `counts` likeliest."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, _there(tokens, logits)[:, None])[:, 0].tolist()
     top = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
     likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [
@@ -84,11 +83,18 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
     ]
 
 
+def _there(
+    values: Sequence[float], beside: torch.Tensor, dtype: type[np.int64 | np.float64] = np.int64
+) -> torch.Tensor:
+    """The numbers on the device of `beside`, without waiting for what is queued on it: the logits themselves."""
+    return upload(beside.device, (np.array(values, dtype=dtype),))[0]
+
+
 def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Tokens [n] by inverse CDF over what min-p, top-k and top-p leave of logits [n, vocabulary]."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+        return _there(values, logits, np.float64)[:, None]
 
     samplings = [row.sampling for row in rows]
     weights = logits.double()
@@ -99,7 +105,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     vocabulary = weights.shape[1]
     cut = [place for place, one in enumerate(samplings) if 0 < one.top_k < vocabulary or one.top_p < 1.0]
     if cut:
-        index = torch.tensor(cut, device=logits.device)
+        index = _there(cut, logits)
         limits = [min(samplings[place].top_k or vocabulary, vocabulary) for place in cut]
         shares = column([samplings[place].top_p for place in cut])
         weights[index] = _likeliest(weights[index], limits, shares)
@@ -118,7 +124,7 @@ def _likeliest(weights: torch.Tensor, limits: list[int], shares: torch.Tensor) -
     vocabulary = weights.shape[1]
     # Sort only the head, unless a cut lies behind it.
     head = min(max([_HEAD, *(limit for limit in limits if limit < vocabulary)]), vocabulary)
-    limit = torch.tensor(limits, device=weights.device)[:, None]
+    limit = _there(limits, weights)[:, None]
     whole = limit >= vocabulary
     while True:
         values = weights.topk(head).values
