@@ -58,9 +58,11 @@ def _launch_command() -> Callable[..., None]:
             choices, metavar = typing.get_args(kind), "<choice>"
             if not all(re.search(rf"\b{choice}\b", text) for choice in choices):
                 text += f": {', '.join(choices[:-1])} or {choices[-1]}"
-        option = typer.Option(
+        option: Any = typer.Option(
             "--" + field.name.replace("_", "-"), help=text, metavar=metavar, rich_help_panel=group
         )
+        if field.name == "vllm_args":
+            option = typer.Argument(help=text, metavar="-- ARGUMENT")
         parameters.append(
             inspect.Parameter(
                 field.name,

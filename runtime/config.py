@@ -49,6 +49,9 @@ class LaunchConfig:
     model: str = field(
         metadata={"help": "folder or GGUF file of a model, or a hub name when there is a network"}
     )
+    engine: Literal["embedded", "vllm"] = _setting(
+        "embedded", "embedded, or vllm (must be installed; arguments for vLLM itself go behind a --)"
+    )
     served_model_name: str | None = _setting(None, "name that clients use (default: last part of --model)")
     dp: int = _setting(1, "rank processes, one copy of the model each")
     host: str = _setting("127.0.0.1", "address that HTTP listens on")
@@ -186,10 +189,15 @@ class LaunchConfig:
         "URL of an OpenTelemetry collector (OTLP over HTTP, as http://127.0.0.1:4318) for traces of requests",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
+    vllm_args: tuple[str, ...] = _setting((), "with --engine vllm: arguments for vLLM itself, behind a --")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: must be pe, ce or single")
+        _require(
+            self.engine == "vllm" or not self.vllm_args,
+            f"{' '.join(self.vllm_args)}: arguments behind a -- are for --engine vllm",
+        )
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
         for url in self.pe_url:

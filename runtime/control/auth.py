@@ -14,7 +14,7 @@ from pathlib import Path
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["ApiKeys", "bearer", "bearer_header", "load_cluster_token", "token_matches"]
+__all__ = ["ApiKeys", "bearer", "bearer_header", "load_cluster_token", "token_matches", "token_path"]
 
 _SHORTEST_TOKEN = 16
 
@@ -25,10 +25,10 @@ def load_cluster_token(config: LaunchConfig) -> bytes:
     The made one lies in the runtime folder with mode 0600. Raises ConfigError for a token that is too short, or
     a file that others can read.
     """
+    path = token_path(config)
     if config.token_file:
-        return _read_token(Path(config.token_file))
-    directory = config.resolved_runtime_dir()
-    path = directory / "cluster-token"
+        return _read_token(path)
+    directory = path.parent
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -36,6 +36,11 @@ def load_cluster_token(config: LaunchConfig) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot keep the cluster token in {directory} (--runtime-dir): {error}") from None
     return _read_token(path)
+
+
+def token_path(config: LaunchConfig) -> Path:
+    """The file that holds the cluster token, or will."""
+    return Path(config.token_file) if config.token_file else config.resolved_runtime_dir() / "cluster-token"
 
 
 def _make_token(path: Path) -> None:
