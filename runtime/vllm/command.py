@@ -31,6 +31,10 @@ _NOT_FOR_VLLM = {
     "max_prompt_tokens": "--max-model-len",
     "ignore_unknown_fields": "nothing: vLLM leaves unknown fields out",
     "otlp_endpoint": "vLLM's --otlp-traces-endpoint",
+    "verify_kv": "nothing: the connector has no checksums yet",
+    "link_share": "nothing: vLLM's scheduler decides how many blocks wait for KV",
+    "spin_us": "nothing: the connector decides by the cores",
+    "copy_threads": "nothing: the connector has one",
 }
 # Arguments of vLLM that the role sets or that would open a way around its front, and what to use instead.
 _OURS = {
@@ -123,19 +127,16 @@ def _transfer(config: LaunchConfig, folder: Path, token_file: Path) -> dict[str,
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
             "token_file": str(token_file),
+            "runtime_dir": str(folder),
             "kv_host": config.kv_host,
+            # Any: the connector writes into its status file which it got, and the CE is told with each card.
             "kv_port": 0,
             "lane": config.lane,
             "put_transport": config.put_transport,
             "require_lane": config.require_lane,
-            "verify_kv": config.verify_kv,
             "ticket_ttl_s": config.ticket_ttl_s,
-            "link_share": config.link_share,
             "heartbeat_s": config.heartbeat_s,
-            "spin_us": config.resolved_spin_us,
-            "copy_threads": config.copy_threads,
             "ucx": config.ucx,
-            "socket_dir": str(folder),
             "status_file": str(folder / "connector.json"),
             "peers_file": str(folder / "peers.json"),
         },

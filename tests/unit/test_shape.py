@@ -109,7 +109,9 @@ def test_public_names_exist(path: Path) -> None:
     if path.name == "__main__.py":
         return
     if _reaches_vllm(_name(path)):
-        pytest.importorskip("vllm.sampling_params", reason="vLLM is an optional extra; scripts/test_vllm runs this with it")
+        pytest.importorskip(
+            "vllm.sampling_params", reason="vLLM is an optional extra; scripts/test_vllm runs this with it"
+        )
     module = importlib.import_module(_name(path))
     for name in getattr(module, "__all__", ()):
         assert hasattr(module, name), f"{module.__name__}.__all__ names {name}, which is not there"
