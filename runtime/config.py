@@ -26,6 +26,7 @@ __all__ = [
     "keep_compiled_attention",
     "mps_sign",
     "rank_environment",
+    "runtime_directory",
     "ucx_overrides",
 ]
 
@@ -339,10 +340,15 @@ class LaunchConfig:
 
     def resolved_runtime_dir(self) -> Path:
         """Folder (mode 0700, made on demand by its users) for sockets and the default token."""
-        if self.runtime_dir:
-            return Path(self.runtime_dir)
-        base = environment("XDG_RUNTIME_DIR")
-        return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
+        return runtime_directory(self.runtime_dir)
+
+
+def runtime_directory(choice: str | None) -> Path:
+    """`choice`, or the folder that this user's engines on this machine share."""
+    if choice:
+        return Path(choice)
+    base = environment("XDG_RUNTIME_DIR")
+    return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
 
 
 def _require(condition: bool, text: str) -> None:
