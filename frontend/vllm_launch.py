@@ -19,7 +19,7 @@ from kvrail.frontend.vllm_link import VllmLink
 from kvrail.frontend.vllm_proxy import VllmProxy
 from kvrail.frontend.vllm_routes import engine_routes, vllm_status_routes
 from kvrail.runtime.config import LaunchConfig
-from kvrail.runtime.control.auth import ApiKeys, token_path
+from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.child import VllmProcess
 
@@ -35,7 +35,7 @@ def run_vllm(config: LaunchConfig, token: bytes, listener: socket.socket) -> int
         raise ConfigError(
             f"--model {config.model}: no such file or folder"
         )  # at once; vLLM takes long to say so
-    with VllmProcess(config, token, token_path(config)) as server:
+    with VllmProcess(config, token) as server:
         return asyncio.run(_run(config, server, token, listener))
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "keep_compiled_attention",
     "mps_sign",
     "rank_environment",
+    "runtime_directory",
     "ucx_overrides",
 ]
 
@@ -57,6 +58,7 @@ class LaunchConfig:
     host: str = _setting("127.0.0.1", "address that HTTP listens on")
     port: int | None = _setting(None, "port of HTTP (default: 8888 for ce and single, 8889 for pe; 0: any)")
     kv_host: str = _setting("127.0.0.1", "address (or interface) that links and UCX listen on")
+    kv_port: int | None = _setting(None, "pe with --engine vllm: port for links (default: any that is free)")
     pe_url: tuple[str, ...] = _setting((), "ce: URL of a prefill engine; may be given several times")
     max_model_len: int | None = _setting(
         None, "longest prompt plus answer in tokens (default: the model's own)"
@@ -347,10 +349,15 @@ class LaunchConfig:
 
     def resolved_runtime_dir(self) -> Path:
         """Folder (mode 0700, made on demand by its users) for sockets and the default token."""
-        if self.runtime_dir:
-            return Path(self.runtime_dir)
-        base = environment("XDG_RUNTIME_DIR")
-        return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
+        return runtime_directory(self.runtime_dir)
+
+
+def runtime_directory(choice: str | None) -> Path:
+    """`choice`, or the folder that this user's engines on this machine share."""
+    if choice:
+        return Path(choice)
+    base = environment("XDG_RUNTIME_DIR")
+    return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
 
 
 def _require(condition: bool, text: str) -> None:

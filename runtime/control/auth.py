@@ -14,21 +14,25 @@ from pathlib import Path
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["ApiKeys", "bearer", "bearer_header", "load_cluster_token", "token_matches", "token_path"]
+__all__ = ["ApiKeys", "bearer", "bearer_header", "cluster_token", "load_cluster_token", "token_matches"]
 
 _SHORTEST_TOKEN = 16
 
 
 def load_cluster_token(config: LaunchConfig) -> bytes:
-    """The cluster token: from --token-file, else the one of this user on this machine, made on first use.
+    """The cluster token of these settings: see `cluster_token`."""
+    return cluster_token(config.token_file, config.resolved_runtime_dir())
 
-    The made one lies in the runtime folder with mode 0600. Raises ConfigError for a token that is too short, or
-    a file that others can read.
+
+def cluster_token(token_file: str | None, directory: Path) -> bytes:
+    """The cluster token: from `token_file`, else the one of this user on this machine, made on first use.
+
+    The made one lies in the runtime folder `directory` with mode 0600. Raises ConfigError for a token that is too
+    short, or a file that others can read.
     """
-    path = token_path(config)
-    if config.token_file:
-        return _read_token(path)
-    directory = path.parent
+    if token_file:
+        return _read_token(Path(token_file))
+    path = directory / "cluster-token"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -36,11 +40,6 @@ def load_cluster_token(config: LaunchConfig) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot keep the cluster token in {directory} (--runtime-dir): {error}") from None
     return _read_token(path)
-
-
-def token_path(config: LaunchConfig) -> Path:
-    """The file that holds the cluster token, or will."""
-    return Path(config.token_file) if config.token_file else config.resolved_runtime_dir() / "cluster-token"
 
 
 def _make_token(path: Path) -> None:

@@ -13,14 +13,14 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
 from kvrail.runtime.config import LaunchConfig, child_environment
 from kvrail.runtime.process import private_directory
-from kvrail.runtime.vllm.command import server_command, server_variables
+from kvrail.runtime.vllm.command import server_command, server_variables, tensor_parallel_size
+from kvrail.runtime.vllm.ports import free_ports, told_host
 from kvrail.runtime.vllm.spec import ChildSpec
 
 __all__ = ["VllmProcess"]
@@ -29,10 +29,9 @@ __all__ = ["VllmProcess"]
 class VllmProcess:
     """The server process and the private folder of its socket. A context manager."""
 
-    def __init__(self, config: LaunchConfig, token: bytes, token_file: Path) -> None:
+    def __init__(self, config: LaunchConfig, token: bytes) -> None:
         self._config = config
         self._token = token
-        self._token_file = token_file
         self._process: subprocess.Popen[bytes] | None = None
         self.directory, self._lock = private_directory(config)
         self.socket = self.directory / "vllm.sock"
@@ -49,8 +48,10 @@ class VllmProcess:
     def start(self) -> None:
         """Start it. It answers on `socket` once the model is loaded."""
         config = self._config
+        links = config.role != "single"
+        port = free_ports(config.kv_host, config.kv_port, tensor_parallel_size(config)) if links else 0
         process = subprocess.Popen(
-            server_command(config, self.directory, self._token_file),
+            server_command(config, self.directory, port),
             stdin=subprocess.PIPE,
             env=child_environment(VLLM_NO_USAGE_STATS="1") | server_variables(config),
             process_group=0,
@@ -64,8 +65,9 @@ class VllmProcess:
             local_prefill=config.local_prefill,
             local_prefill_max_tokens=config.local_prefill_max_tokens,
             routing=config.routing,
-            status_file=str(self.status_file) if config.role != "single" else "",
-            peers_file=str(self.directory / "peers.json") if config.role != "single" else "",
+            status_file=str(self.status_file) if links else "",
+            peers_file=str(self.directory / "peers.json") if links else "",
+            address=f"{told_host(config.kv_host)}:{port}" if config.role == "pe" else "",
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has ended already, and says so by its exit status.

@@ -12,7 +12,7 @@ from typing import Any
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["check_settings", "server_command", "server_variables"]
+__all__ = ["check_settings", "server_command", "server_variables", "tensor_parallel_size"]
 
 # Settings of the embedded engine, and what to use instead. With another value than their default, they are refused.
 _NOT_FOR_VLLM = {
@@ -84,8 +84,8 @@ def check_settings(config: LaunchConfig) -> None:
             raise ConfigError(f"{argument} behind the -- is set by the role itself: use {_OURS[name]}")
 
 
-def server_command(config: LaunchConfig, folder: Path, token_file: Path) -> list[str]:
-    """The command of the vLLM server, listening in `folder`."""
+def server_command(config: LaunchConfig, folder: Path, kv_port: int) -> list[str]:
+    """The command of the vLLM server: HTTP on a socket in `folder`, links from `kv_port` on."""
     flags: list[str] = ["--model", config.model, "--served-model-name", config.model_name]
     flags += ["--uds", str(folder / "vllm.sock"), "--dtype", config.dtype]
     flags += ["--middleware", "kvrail.runtime.vllm.server_app.ServerApp"]
@@ -104,9 +104,21 @@ def server_command(config: LaunchConfig, folder: Path, token_file: Path) -> list
     if config.trust_remote_code:
         flags.append("--trust-remote-code")
     if config.role != "single":
-        flags += ["--kv-transfer-config", json.dumps(_transfer(config, folder, token_file))]
+        flags += ["--kv-transfer-config", json.dumps(_transfer(config, folder, kv_port))]
     # -P: the working directory must not shadow installed packages.
     return [sys.executable, "-P", "-m", "kvrail.runtime.vllm.serve", *flags, *config.vllm_args]
+
+
+def tensor_parallel_size(config: LaunchConfig) -> int:
+    """GPUs that the model is spread over. Raises ConfigError for a number that is none."""
+    arguments = [part for argument in config.vllm_args for part in argument.split("=", 1)]
+    size = "1"
+    for place, name in enumerate(arguments[:-1]):
+        if name.replace("_", "-") in ("--tensor-parallel-size", "-tp"):
+            size = arguments[place + 1]
+    if not size.isdigit() or int(size) < 1:
+        raise ConfigError(f"--tensor-parallel-size {size}: a number of GPUs")
+    return int(size)
 
 
 def server_variables(config: LaunchConfig) -> dict[str, str]:
@@ -118,7 +130,7 @@ def server_variables(config: LaunchConfig) -> dict[str, str]:
     return found
 
 
-def _transfer(config: LaunchConfig, folder: Path, token_file: Path) -> dict[str, Any]:
+def _transfer(config: LaunchConfig, folder: Path, kv_port: int) -> dict[str, Any]:
     return {
         "kv_connector": "KvrailConnector",
         "kv_connector_module_path": "kvrail.runtime.vllm.connector",
@@ -126,11 +138,10 @@ def _transfer(config: LaunchConfig, folder: Path, token_file: Path) -> dict[str,
         # A lost transfer ends the request in the core; the splitter has it computed again.
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
-            "token_file": str(token_file),
-            "runtime_dir": str(folder),
+            "token_file": str(Path(config.token_file).resolve()) if config.token_file else None,
+            "runtime_dir": str(config.resolved_runtime_dir()),
             "kv_host": config.kv_host,
-            # Any: the connector writes into its status file which it got, and the CE is told with each card.
-            "kv_port": 0,
+            "kv_port": kv_port,
             "lane": config.lane,
             "put_transport": config.put_transport,
             "require_lane": config.require_lane,

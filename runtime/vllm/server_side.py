@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import ssl
 from pathlib import Path
@@ -79,11 +78,10 @@ class ServerSide:
 
     def state(self, client: Any) -> ServerState:
         """What the front is told."""
-        status = self._status()
         card = EngineCard(
             version=self._version,
             model=self._model,
-            address=_address(status),
+            address=self._spec.address,
             incarnation=self._incarnation,
             max_model_len=self._max_model_len,
             load=self.load,
@@ -110,16 +108,3 @@ class ServerSide:
         if self.load >= self._max_num_seqs * _QUEUED_PER_SEQUENCE:
             return 429, f"{self.load} prefills are here already"
         return None
-
-    def _status(self) -> dict[str, Any]:
-        """What the connector has written of itself."""
-        try:
-            found = json.loads(Path(self._spec.status_file).read_text()) if self._spec.status_file else {}
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-
-def _address(status: dict[str, Any]) -> str:
-    host, port = status.get("kv_host", ""), status.get("kv_port", 0)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

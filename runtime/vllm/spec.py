@@ -33,7 +33,8 @@ STATE_ROUTE = "/kvrail/state"
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a vLLM server is told at start, as one line on stdin: never on a command line, it holds the cluster token.
 
-    `status_file` is written by the connector, `peers_file` is read by it; both are "" for a single engine.
+    `status_file` is written by the connector, `peers_file` is read by it; both are "" for a single engine. `address`:
+    where the connector of a prefill engine listens, host:port.
     """
 
     role: Literal["pe", "ce", "single"]
@@ -45,6 +46,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     routing: Literal["affinity", "least-loaded", "prefix"] = "affinity"
     status_file: str = ""
     peers_file: str = ""
+    address: str = ""
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
