@@ -26,6 +26,7 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from kvrail.runtime.vllm.legs import Ending
@@ -68,7 +69,7 @@ def server_parts() -> ServerParts:
     try:
         from vllm.entrypoints.launchers.api_server.entry import run_server
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    except ImportError:  # before 0.30 or so
+    except ImportError:  # 0.26
         from vllm.entrypoints.openai.api_server import run_server
         from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     return ServerParts(make_arg_parser, validate_parsed_serve_args, run_server)
@@ -191,13 +192,11 @@ def first_token_of(output: Any) -> FirstToken | None:
             np.asarray(output.new_logprobs.logprobs[0], _VALUES).tobytes(),
             int(output.new_logprobs.sampled_token_ranks[0]),
         )
-    # Before 0.27 or so the number stood on the output itself.
-    stats = getattr(output, "prefill_stats", None) or output
     return FirstToken(
         token=output.new_token_ids[0],
         stopped=output.finish_reason == FinishReason.STOP,
         stop_reason=output.stop_reason,
-        cached_tokens=getattr(stats, "num_cached_tokens", 0) or 0,
+        cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0,
         logprobs=logprobs,
     )
 
@@ -227,13 +226,8 @@ def first_token_output(
             np.frombuffer(first.logprobs.values, _VALUES).reshape(1, -1),
             np.array([first.logprobs.rank]),
         )
-    if "prefill_stats" in EngineCoreOutput.__struct_fields__:
-        from vllm.v1.metrics.stats import PrefillStats
-
-        output.prefill_stats = PrefillStats()
-        output.prefill_stats.set(prompt_tokens, first.cached_tokens, 0)
-    else:
-        output.num_cached_tokens = first.cached_tokens
+    output.prefill_stats = PrefillStats()
+    output.prefill_stats.set(prompt_tokens, first.cached_tokens, 0)
     return output
 
 
