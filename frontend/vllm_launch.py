@@ -23,7 +23,7 @@ from kvrail.runtime.control.auth import ApiKeys
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.child import VllmProcess
 
-__all__ = ["run_vllm"]
+__all__ = ["run_vllm", "serve_vllm"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,11 +56,10 @@ async def _run(config: LaunchConfig, server: VllmProcess, token: bytes, listener
     # From before the server starts to after its end; in between, uvicorn has handlers of its own.
     _heed_signals(stop)
     async with VllmLink(server.socket, server.status_file) as link:
-        application = _application(config, link, token)
         server.start()
         watcher = asyncio.create_task(_watch(server, stop))
         try:
-            await run_server(config, application, listener, stop)
+            await serve_vllm(config, link, token, listener, stop)
         finally:
             _heed_signals(stop)
             failed = watcher.done() and watcher.result()
@@ -69,6 +68,13 @@ async def _run(config: LaunchConfig, server: VllmProcess, token: bytes, listener
             listener.close()
     await asyncio.to_thread(server.stop)
     return 1 if failed else 0
+
+
+async def serve_vllm(
+    config: LaunchConfig, link: VllmLink, token: bytes, listener: socket.socket, stop: asyncio.Event
+) -> None:
+    """Serve the front of the server behind `link` until `stop`, SIGTERM or SIGINT."""
+    await run_server(config, _application(config, link, token), listener, stop)
 
 
 def _application(config: LaunchConfig, link: VllmLink, token: bytes) -> _Application:

@@ -100,6 +100,7 @@ class VllmProxy:
         except BaseException as error:
             self._open.discard(exchange)
             exchange.count(error)
+            await exchange.close()
             raise
 
     def _check_room(self) -> None:
@@ -126,6 +127,12 @@ class _Exchange:
         self._task: asyncio.Task[object] | None = None
         self._fault: RuntimeFault | None = None
         self._route = "none"
+        self._answer: httpx.Response | None = None
+
+    async def close(self) -> None:
+        """Let vLLM know that nobody waits."""
+        if self._answer is not None:
+            await self._answer.aclose()
 
     def fail(self, fault: RuntimeFault) -> None:
         """Let it end with this fault."""
@@ -161,6 +168,7 @@ class _Exchange:
                 raise Unavailable(
                     f"the vLLM server does not answer: {type(error).__name__}", retry_after_s=2.0
                 ) from error
+        self._answer = answer
         self._route = answer.headers.get("x-kvrail-prefill", "none")
         return _Answer(self, answer, ended)
 
@@ -223,7 +231,7 @@ class _Answer(Response):
             ended = error
             raise
         finally:
-            await self._answer.aclose()
+            await self._exchange.close()
             self._ended()
             self._exchange.count(ended, self.status_code)
 

@@ -201,7 +201,8 @@ class LaunchConfig:
             f"{' '.join(self.vllm_args)}: arguments behind a -- are for --engine vllm",
         )
         _require(
-            self.kv_port is None or (self.engine == "vllm" and self.role == "pe" and 0 < self.kv_port < 65536),
+            self.kv_port is None
+            or (self.engine == "vllm" and self.role == "pe" and 0 < self.kv_port < 65536),
             "--kv-port is for --role pe with --engine vllm: 1 to 65535",
         )
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")

@@ -62,6 +62,7 @@ class ServerApp:
         except (msgspec.MsgspecError, ValueError) as error:
             return _refusal(400, f"the body is no PrefillCall: {error}")
         if why := side.why_refused(call, len(tokens)):
+            side.counters.calls.labels("refused").inc()
             return _refusal(*why)
         try:
             sampling = decode_sampling(call.sampling)
