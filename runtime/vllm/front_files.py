@@ -70,17 +70,19 @@ class StatusFile:
     def tick(
         self,
         now: float,
-        addresses: Mapping[Address, LinkKey | None],
+        links: Mapping[LinkKey, tuple[str, float]],
         numbers: Callable[[], tuple[Mapping[str, float], Mapping[str, float]]],
     ) -> None:
-        """Write what is new: at once when a link has changed, else once a second. `numbers`: gauges and counters."""
+        """Write what is new: at once when a link has changed, else once a second.
+
+        `links`: address, and bytes that came over it. `numbers`: gauges and counters of the whole.
+        """
         if not self._changed and now < self._due:
             return
         self._changed, self._due = False, now + _WRITE_S
         gauges, counters = numbers()
-        known = {key: f"{host}:{port}" for (host, port), key in addresses.items() if key is not None}
-        links = [self._link(key, report, known.get(key, "")) for key, report in self._reports.items()]
-        text = json.dumps({**self._facts, "links": links, "gauges": dict(gauges), "counters": dict(counters)})
+        found = [self._link(key, report, *links.get(key, ("", 0.0))) for key, report in self._reports.items()]
+        text = json.dumps({**self._facts, "links": found, "gauges": dict(gauges), "counters": dict(counters)})
         if text == self._last:
             return
         aside = self._path.with_suffix(".new")
@@ -101,7 +103,7 @@ class StatusFile:
                 del self._reports[old]
             self._changed = True
 
-    def _link(self, key: LinkKey, report: LinkReport, address: str) -> dict[str, Any]:
+    def _link(self, key: LinkKey, report: LinkReport, address: str, arrived: float) -> dict[str, Any]:
         return {
             "rank": self._rank,
             "peer": key.incarnation.hex(),
@@ -115,6 +117,7 @@ class StatusFile:
             "memory": report.memory,
             "same_host": report.same_host,
             "slow": report.slow,
+            "counters": {"bytes": arrived},
             "probes": [
                 {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
                 for size, speed, time_us, runs, way in report.probes

@@ -78,6 +78,8 @@ class Landing:
         self._up: set[LinkKey] = set()
         self._why_not: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
+        # Bytes by the address of the prefill engine that pushed them.
+        self.arrived: Counter[tuple[str, int]] = Counter()
         self.set_peers(peers)
 
     def set_peers(self, peers: Sequence[tuple[str, int]]) -> None:
@@ -289,4 +291,5 @@ class Landing:
         self._loads.pop(load.request_id, None)
         self.counters["landed"] += 1
         self.counters["bytes"] += landed.bell.pushed_bytes
+        self.arrived[load.peer] += landed.bell.pushed_bytes
         self._results.received(load.request_id, landed.hand_off.first_token if load.hand_off else None)

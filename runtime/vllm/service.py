@@ -237,13 +237,15 @@ class Service:
 
     def _front_files(self, now: float) -> None:
         role = self.role
-        places: dict[tuple[str, int], LinkKey | None] = {}
+        links: dict[LinkKey, tuple[str, float]] = {}
         if isinstance(role, Landing):
             if self._peers_file is not None and (peers := self._peers_file.read(now)) is not None:
                 role.set_peers(peers)
-            places = role.places
+            for (host, port), key in role.places.items():
+                if key is not None:
+                    links[key] = f"{host}:{port}", role.arrived[host, port]
         if self._status_file is not None:
-            self._status_file.tick(now, places, lambda: (role.gauges(), role.counters))
+            self._status_file.tick(now, links, lambda: (role.gauges(), role.counters))
 
     def _refuse_all(self, poller: select.epoll) -> None:
         """vLLM must not wait for a thread that failed."""

@@ -245,7 +245,7 @@ def test_the_status_file(tmp_path: Path) -> None:
     numbers: dict[str, float] = {"landed": 1}
 
     def write(now: float) -> dict[str, Any]:
-        file.tick(now, {("10.0.0.1", 4000): key, ("10.0.0.2", 4000): None}, lambda: ({"loads": 0}, numbers))
+        file.tick(now, {key: ("10.0.0.1:4000", 96.0)}, lambda: ({"loads": 0}, numbers))
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -253,6 +253,7 @@ def test_the_status_file(tmp_path: Path) -> None:
     file.note(LinkRefusal(key, "other layout"))
     (link,) = write(0.1)["links"]
     assert (link["address"], link["state"], link["reason"]) == ("10.0.0.1:4000", "refused", "other layout")
+    assert link["counters"] == {"bytes": 96.0}
     numbers["landed"] = 2
     assert write(0.2)["counters"] == {"landed": 1}, "numbers alone can wait"
     assert write(1.5)["counters"] == {"landed": 2}
