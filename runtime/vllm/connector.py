@@ -60,6 +60,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.of(transfer.kv_role, transfer.kv_connector_extra_config)
         check_parallel(vllm_config)
+        versions.log_like_vllm()
         versions.warn_of_version()
         tokens = block_tokens(kv_cache_config)
         self._by_block: set[int] = set()
@@ -188,7 +189,13 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             scheduler_output, lambda request_id: self._tracker.of(scheduler_output, request_id)
         )
         return KvrailMetadata(
-            facts.calls, facts.chunks, facts.finished, facts.preempted, facts.loads, facts.cancelled
+            facts.calls,
+            facts.chunks,
+            facts.finished,
+            facts.preempted,
+            facts.loads,
+            facts.cancelled,
+            facts.idle,
         )
 
     def update_connector_output(self, connector_output: Any) -> None:

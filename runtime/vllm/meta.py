@@ -65,7 +65,10 @@ class Load:
 
 @dataclass
 class StepFacts:
-    """One step. `preempted`: PE requests whose blocks vLLM takes back now; `cancelled`: CE requests that have ended."""
+    """One step. `preempted`: PE requests whose blocks vLLM takes back now; `cancelled`: CE requests that have ended.
+
+    `idle`: the step computes nothing, and vLLM runs it only to hear what the workers have to report.
+    """
 
     calls: list[Call] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -73,6 +76,7 @@ class StepFacts:
     preempted: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    idle: bool = False
 
     @property
     def early(self) -> bool:

@@ -30,17 +30,24 @@ class Results:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outcome = Outcome()
+        self._news = threading.Event()
+
+    def wait(self, within_s: float) -> None:
+        """Until there is something, or the time is over."""
+        self._news.wait(within_s)
 
     def take(self) -> Outcome:
         """Everything since the last call."""
         with self._lock:
             outcome, self._outcome = self._outcome, Outcome()
+            self._news.clear()
         return outcome
 
     def sent(self, request_id: str) -> None:
         """The blocks of this finished request are no longer read."""
         with self._lock:
             self._outcome.sent.add(request_id)
+            self._news.set()
 
     def received(self, request_id: str, token: int | None = None) -> None:
         """The KV is there, or its blocks are at least safe from writers; `token`: the PE's first one."""
@@ -48,6 +55,7 @@ class Results:
             self._outcome.received.add(request_id)
             if token is not None:
                 self._outcome.tokens[request_id] = token
+            self._news.set()
 
     def failed(self, request_id: str, blocks: list[int], token: int | None = None) -> None:
         """The KV will not come into these blocks."""
@@ -56,3 +64,4 @@ class Results:
             self._outcome.failed_blocks.update(block for block in blocks if block)
             if token is not None:
                 self._outcome.tokens[request_id] = token
+            self._news.set()

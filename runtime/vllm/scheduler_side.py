@@ -116,6 +116,8 @@ class SchedulerSide:
     def build(self, output: Any, block_tables: BlockTables) -> StepFacts:
         """What the workers hear with this step."""
         facts, self._facts = self._facts, StepFacts()
+        waiting = self._leaving or any(coming.asked and not coming.done for coming in self._in.values())
+        facts.idle = bool(waiting) and not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             if request_id in self._out:
                 self._out[request_id].computed = 0

@@ -17,6 +17,8 @@ __all__ = [
     "BlockTracker",
     "WorkerMetadata",
     "hand_off_works",
+    "log_like_vllm",
+    "tells_failed_requests",
     "transfer_results",
     "warn_of_version",
 ]
@@ -38,6 +40,15 @@ def warn_of_version() -> None:
         _log.warning("vLLM %s: KvrailConnector is made for %s to %s", VERSION, oldest, newest)
 
 
+def log_like_vllm() -> None:
+    """Let this project's log lines go where vLLM's go."""
+    ours, theirs = logging.getLogger("kvrail"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate
+
+
 def hand_off_works() -> bool:
     """Whether workers can tell the scheduler's side a first token."""
     return WorkerMetadata is not object
@@ -50,7 +61,7 @@ def transfer_results(outcome: Outcome) -> Any:
     )
 
 
-def by_request() -> bool:
+def tells_failed_requests() -> bool:
     """Whether failures are told by request, and not by block."""
     return _Results is not None
 

@@ -21,6 +21,9 @@ __all__ = ["WorkerSide"]
 _log = logging.getLogger(__name__)
 # How long a step may wait for pushes out of blocks that vLLM takes back; each takes milliseconds.
 _SETTLE_S = 1.0
+# While requests are parked and nothing runs, vLLM asks again and again, and would keep two cores busy with it. What it
+# asks for wakes it at once; only a request that comes in just then waits this long.
+_IDLE_S = 0.002
 
 
 class WorkerSide:
@@ -51,7 +54,11 @@ class WorkerSide:
     def after_forward(self, stream: int | None) -> None:
         """The forward pass is done (on a GPU: queued on `stream`): what it computed can be pushed behind it."""
         facts, self._facts = self._facts, None
-        if self._service is None or facts is None or not facts.chunks:
+        if self._service is None or facts is None:
+            return
+        if facts.idle:
+            self._service.results.wait(_IDLE_S)
+        if not facts.chunks:
             return
         after: _ucx.CudaFence | None = None
         if self._service.cuda is not None and stream is not None:
