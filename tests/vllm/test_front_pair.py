@@ -99,7 +99,8 @@ def test_as_a_single_vllm(pair: Pair, single: dict[str, Any], case: Case) -> Non
 
 def test_the_pages_went_over_a_link(pair: Pair) -> None:
     (link,) = pair.ce.http.get("/lanes").json()["links"]
-    assert (link["state"], link["lane"]) == ("up", "shm")
+    assert link["state"] == "up"
+    assert link["counters"]["bytes"] > 0
     assert pair.ce.metric("kvrail_landed_total") > 0
     assert pair.ce.metric("kvrail_failed_total") == 0
     pair.check_idle()
