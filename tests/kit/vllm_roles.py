@@ -122,7 +122,26 @@ def answer_of(url: str, case: Case) -> tuple[Any, str]:
         return _same(response.json()), route
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]", case.name
-    return [_same(json.loads(event)) for event in events], route
+    return _same(_put_together([json.loads(event) for event in events])), route
+
+
+def _put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream says, however it was cut: a server that is busy sends several tokens in one event."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            whole = choices.setdefault(choice["index"], {"text": "", "calls": "", "logprobs": []})
+            delta = choice.get("delta") or {}
+            whole["text"] += choice.get("text") or delta.get("content") or ""
+            whole["calls"] += "".join(str(call.get("function")) for call in delta.get("tool_calls") or ())
+            whole["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
+            whole |= {
+                key: choice[key] for key in ("finish_reason", "stop_reason") if choice.get(key) is not None
+            }
+    return {
+        "choices": list(choices.values()),
+        "usage": next((e["usage"] for e in events if e.get("usage")), None),
+    }
 
 
 def _same(value: Any) -> Any:
