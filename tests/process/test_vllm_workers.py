@@ -282,7 +282,7 @@ def test_the_completion_engine_is_killed(pair: Pair) -> None:
 
 
 def test_what_is_refused(start: Start, pair: Pair) -> None:
-    """Peers that are not listed, a ticket twice, a prompt of another length; each load is reported once, as failed."""
+    """Peers that are not listed, a ticket twice, another length, no such block: each load is reported once, as failed."""
     ce = pair.ce
     stranger = ce.load("stranger", ticket(), free_port(), 16, [40])
     ce.step(loads=[stranger])
@@ -291,11 +291,17 @@ def test_what_is_refused(start: Start, pair: Pair) -> None:
     ce.step(loads=[ce.load("one", name, pair.port, 16, [41]), ce.load("two", name, pair.port, 16, [42])])
     ce.steps_until(lambda ce: "two" in ce.received)
     assert "one" not in ce.received
+    outside = ticket()
+    ce.step(loads=[ce.load("three", outside, pair.port, 16, [64])])
+    pair.pe.step(calls=[("three", outside, 16)], chunks=[("three", 16, [5])], compute=[(5, 5.0)])
+    ce.steps_until(lambda ce: "three" in ce.received)
     pair.pe.step(calls=[("one", name, 99)])
     ce.steps_until(lambda ce: "one" in ce.received)
-    assert ce.failed == {"stranger", "two", "one"}
-    pair.pe.step(finished=[("one", None, 0, [], None)])
-    pair.pe.steps_until(lambda pe: "one" in pe.sent)
+    assert ce.failed == {"stranger", "two", "one", "three"}
+    # What is behind the last block of a tensor belongs to the next one.
+    assert ce.look([0]) == [0.0]
+    pair.pe.step(finished=[("one", None, 0, [], None), ("three", 1, 16, [5], None)])
+    pair.pe.steps_until(lambda pe: {"one", "three"} <= set(pe.sent))
     pair.check_idle()
 
 
