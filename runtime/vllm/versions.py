@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-import vllm
 from kvrail.runtime.vllm.results import Outcome
 
 __all__ = [
