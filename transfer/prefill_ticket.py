@@ -78,7 +78,7 @@ class PrefillTicket:
         """Take in the grant; returns what is wrong with it, or ""."""
         self.link, self.grant = link, grant
         start, end = grant.token_start, grant.token_end
-        if start < 0 or end < start or start % layout.page_tokens:
+        if start < 0 or end < start or (end > start and start % layout.page_tokens):
             return f"the grant covers tokens {start} to {end}"
         if len(grant.pages) != 4 * layout.pages_for(end - start):
             return f"the grant has {len(grant.pages) / 4:g} pages for {end - start} tokens"

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvrail.runtime.config import ucx_overrides
 from kvrail.runtime.control.auth import cluster_token
 from kvrail.runtime.vllm import versions
-from kvrail.runtime.vllm.engine_facts import block_layout, block_tokens, check_parallel
+from kvrail.runtime.vllm.engine_facts import block_layout, block_tokens, check_parallel, first_needed
 from kvrail.runtime.vllm.gpu_worker import cuda_of, stream_of
 from kvrail.runtime.vllm.kv_tensors import TensorView, geometry_of
 from kvrail.runtime.vllm.meta import StepFacts
@@ -71,6 +71,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 self._settings,
                 block_tokens=tokens,
+                needed=[first_needed(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
                 engine_id=str(transfer.engine_id),
                 recompute=transfer.kv_load_failure_policy == "recompute",
             )
@@ -173,6 +174,9 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         self._the_scheduler.on_new_request(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._the_scheduler.keeper = versions.Keeper(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._the_scheduler.external_tokens(request, num_computed_tokens)

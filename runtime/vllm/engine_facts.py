@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.kv_tensors import Geometry
 from kvrail.transfer.layout import BlockLayout
 
-__all__ = ["block_layout", "block_tokens", "check_parallel"]
+__all__ = ["block_layout", "block_tokens", "check_parallel", "first_needed"]
 
 
 def check_parallel(config: Any) -> None:
@@ -48,6 +48,16 @@ def block_tokens(kv_cache_config: Any) -> int:
             f"KvrailConnector needs prefix-cache hashes of whole blocks ({size}), not of {hashed} tokens"
         )
     return size
+
+
+def first_needed(spec: Any) -> Callable[[int], int]:
+    """Of a KV cache group: the first token whose KV is still needed when so many tokens are computed."""
+    window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+    if window:
+        return lambda computed: max(0, computed - int(window) + 1)
+    if chunk:
+        return lambda computed: computed // int(chunk) * int(chunk)
+    return lambda computed: 0
 
 
 def block_layout(

@@ -226,6 +226,9 @@ class Landing:
     def _fail(self, loading: _Loading, reason: str, hand_off: HandOff | None = None) -> None:
         """The KV will not come. vLLM hears at once; its blocks stay with the ticket until nobody can write."""
         load = loading.load
+        if load.unasked:
+            self._over(loading)
+            return
         _log.warning("request %s: the KV of its prompt did not come: %s", load.request_id, reason)
         self.counters["failed"] += 1
         loading.failed = True
@@ -249,6 +252,8 @@ class Landing:
         if loading.stuck and not loading.cancelled:
             return
         self._loads.pop(load.request_id, None)
+        if load.unasked:
+            return
         if loading.failed and not loading.cancelled:
             self._results.failed(load.request_id, load.pages)
         self._results.received(load.request_id)
@@ -289,6 +294,8 @@ class Landing:
         loading = self._by_owner.pop(landed.owner)
         load = loading.load
         self._loads.pop(load.request_id, None)
+        if load.unasked:
+            return
         self.counters["landed"] += 1
         self.counters["bytes"] += landed.bell.pushed_bytes
         self.arrived[load.peer] += landed.bell.pushed_bytes

@@ -50,7 +50,8 @@ class Load:
     """CE: KV of tokens [token_start, token_end) is wanted in `pages`, from the PE that listens at `peer`.
 
     `hand_off`: the last token of the request is a placeholder for the PE's first one. `recompute`: vLLM would compute a
-    request whose load failed, and must not when its first token is not known.
+    request whose load failed, and must not when its first token is not known. `unasked`: vLLM has all KV of it and does
+    not wait; the PE is only to hear that it can let go.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Load:
     pages: list[int]
     hand_off: bool = False
     recompute: bool = False
+    unasked: bool = False
 
 
 @dataclass

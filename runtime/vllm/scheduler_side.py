@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.meta import Call, Chunk, Finished, Load, StepFacts, by_turns
@@ -22,18 +22,34 @@ __all__ = ["SchedulerSide"]
 _log = logging.getLogger(__name__)
 # vLLM's words for requests that ended with what they were asked for.
 _GOOD_ENDS = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+# `first_needed` of a KV cache group: the first token whose KV is needed when so many are computed.
+FirstNeeded = Callable[[int], int]
 # `block_tables(request_id)`: blocks of each KV cache group as of this step, or None when it is not scheduled.
 BlockTables = Callable[[str], Sequence[Sequence[int]] | None]
 
 
 @dataclass(slots=True, eq=False)
 class _Out:
-    """A request that is prefilled here for another engine. `told`: the workers know of its ticket."""
+    """A request that is prefilled here for another engine. `told`: the workers know of its ticket.
+
+    `table`: its blocks when all of its prompt was scheduled.
+    """
 
     request: Any
     ticket: bytes
     told: bool
     computed: int = 0
+    table: list[list[int]] = field(default_factory=list)
+
+
+class BlockKeeper(Protocol):
+    """Holds on to blocks that vLLM has just let go."""
+
+    def keep(self, request_id: str, blocks: list[int]) -> bool:
+        """Whether it holds them now, until `let_go`."""
+        ...
+
+    def let_go(self, request_id: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +68,24 @@ class _In:
 
 
 class SchedulerSide:
-    """One an engine. `block_tokens`: of every KV cache group. `recompute`: vLLM computes requests whose load failed."""
+    """One an engine. `block_tokens`: of every KV cache group, for each of which there is a `needed`. `recompute`: vLLM
+    computes requests whose load failed.
+    """
 
-    def __init__(self, settings: Settings, *, block_tokens: int, engine_id: str, recompute: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        block_tokens: int,
+        needed: Sequence[FirstNeeded],
+        engine_id: str,
+        recompute: bool,
+    ) -> None:
         self._settings = settings
         self._block_tokens = block_tokens
+        self._needed = needed
+        # Set when vLLM has made its block pool.
+        self.keeper: BlockKeeper | None = None
         self._engine_id = engine_id
         self._recompute = recompute
         self._out: dict[str, _Out] = {}
@@ -107,8 +136,10 @@ class SchedulerSide:
         coming.asked = True
         coming.end = int(request.num_tokens) - 1
         if external <= 0:
-            # vLLM computes it all by itself. The PE, which may hold the KV for it, hears of no grant and lets go.
+            # vLLM has or computes it all by itself. The PE, which may hold KV for it, is granted nothing and lets go.
             del self._in[request.request_id]
+            coming.start = coming.end
+            self._facts.loads.append(self._load(coming, groups, unasked=True))
             return
         coming.start = min(coming.local, coming.end)
         self._facts.loads.append(self._load(coming, groups))
@@ -125,7 +156,7 @@ class SchedulerSide:
         if self._out:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 going = self._out.get(request_id)
-                if going is not None and going.told:
+                if going is not None:
                     self._chunk(facts, going, int(scheduled), block_tables)
         return facts
 
@@ -144,6 +175,8 @@ class SchedulerSide:
         good = request.status.name in _GOOD_ENDS and len(request.output_token_ids) > 0
         if not good and not going.told:
             return False, None
+        if good:
+            groups = self._with_first_needed(going, groups, prompt)
         self._facts.finished.append(
             Finished(
                 request_id=request_id,
@@ -168,6 +201,9 @@ class SchedulerSide:
             if coming is not None:
                 coming.done = True
         self._leaving.difference_update(sent)
+        if self.keeper is not None:
+            for request_id in sent:
+                self.keeper.let_go(request_id)
 
     @property
     def busy(self) -> bool:
@@ -204,7 +240,7 @@ class SchedulerSide:
             request.skip_reading_prefix_cache = False
         self._in[request.request_id] = _In(request, ticket, peer, hand_off)
 
-    def _load(self, coming: _In, groups: Sequence[Sequence[int]]) -> Load:
+    def _load(self, coming: _In, groups: Sequence[Sequence[int]], *, unasked: bool = False) -> Load:
         first, last = coming.start // self._block_tokens, -(-coming.end // self._block_tokens)
         return Load(
             request_id=coming.request.request_id,
@@ -212,9 +248,10 @@ class SchedulerSide:
             peer=coming.peer,
             token_start=coming.start,
             token_end=coming.end,
-            pages=by_turns(groups, first, last),
+            pages=[] if unasked else by_turns(groups, first, last),
             hand_off=coming.hand_off,
             recompute=self._recompute,
+            unasked=unasked,
         )
 
     def _chunk(self, facts: StepFacts, going: _Out, scheduled: int, block_tables: BlockTables) -> None:
@@ -226,8 +263,31 @@ class SchedulerSide:
         if groups is None:
             return
         going.computed = computed
-        pages = by_turns(groups, 0, -(-computed // self._block_tokens))
-        facts.chunks.append(Chunk(going.request.request_id, computed, pages))
+        if computed == prompt:
+            going.table = [list(group) for group in groups]
+        if going.told:
+            pages = by_turns(groups, 0, -(-computed // self._block_tokens))
+            facts.chunks.append(Chunk(going.request.request_id, computed, pages))
+
+    def _with_first_needed(
+        self, going: _Out, groups: Sequence[Sequence[int]], prompt: int
+    ) -> Sequence[Sequence[int]]:
+        """`groups` with the blocks that whoever computes the prompt's last token needs.
+
+        For the token behind it, vLLM has let a block more of a sliding window go a moment ago.
+        """
+        if self.keeper is None or len(going.table) != len(groups):
+            return groups
+        found = [list(group) for group in groups]
+        kept: list[int] = []
+        for group, before, needed in zip(found, going.table, self._needed, strict=True):
+            for at in range(needed(prompt - 1) // self._block_tokens, min(len(group), len(before))):
+                if not group[at] and before[at]:
+                    group[at] = before[at]
+                    kept.append(before[at])
+        if kept and not self.keeper.keep(going.request.request_id, kept):
+            return groups
+        return found
 
     def _answer(self, going: _Out, prompt: int) -> dict[str, Any]:
         """What the router passes on to the CE."""

@@ -15,6 +15,7 @@ from kvrail.runtime.vllm.results import Outcome
 __all__ = [
     "VERSION",
     "BlockTracker",
+    "Keeper",
     "WorkerMetadata",
     "hand_off_works",
     "log_like_vllm",
@@ -64,6 +65,29 @@ def transfer_results(outcome: Outcome) -> Any:
 def tells_failed_requests() -> bool:
     """Whether failures are told by request, and not by block."""
     return _Results is not None
+
+
+class Keeper:
+    """References to blocks in vLLM's pool, as another request would hold them."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._kept: dict[str, list[Any]] = {}
+
+    def keep(self, request_id: str, blocks: list[int]) -> bool:
+        """Hold these, which nobody has been given since vLLM let them go; False when this vLLM cannot do that."""
+        try:
+            found = [self._pool.blocks[block] for block in blocks]
+            self._pool.touch(found)
+        except (AttributeError, TypeError):
+            return False
+        self._kept[request_id] = found
+        return True
+
+    def let_go(self, request_id: str) -> None:
+        """Give them back."""
+        if blocks := self._kept.pop(request_id, None):
+            self._pool.free_blocks(blocks)
 
 
 class BlockTracker:
