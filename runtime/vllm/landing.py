@@ -83,7 +83,7 @@ class Landing:
         self.set_peers(peers)
 
     def set_peers(self, peers: Sequence[tuple[str, int]]) -> None:
-        """These are the prefill engines from now on: links to others end, with all that they were to bring."""
+        """These are the prefill engines from now on. Links to others end, and what they were to bring has failed."""
         for host, port in set(self._peers) - set(peers):
             self._links.forget_at(host, port + self._offset, "it is no prefill engine of ours any more")
         for host, port in peers:

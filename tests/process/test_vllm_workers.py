@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,59 @@ def test_the_completion_engine_is_killed(pair: Pair) -> None:
     pair.pe.step(finished=[("r", 1, 32, [5, 6], None)])
     pair.pe.steps_until(lambda pe: "r" in pe.sent)
     assert not any(pair.pe.gauges().values())
+
+
+def test_peers_that_a_front_tells_of(start: Start, tmp_path: Path) -> None:
+    """Prefill engines come and go by a file; a link that is no longer wanted ends, with all that it was to bring."""
+    ports = [free_port(), free_port()]
+    pes = [
+        start("kv_producer", {"kv_port": port, "status_file": str(tmp_path / f"{port}")}) for port in ports
+    ]
+    peers, status = tmp_path / "peers", tmp_path / "status"
+    ce = start("kv_consumer", {"peers_file": str(peers), "status_file": str(status)}, blocks=64)
+
+    def tell(*ports: int) -> None:
+        (tmp_path / "new").write_text(json.dumps([f"127.0.0.1:{port}" for port in ports]))
+        (tmp_path / "new").rename(peers)
+
+    def states(file: Path) -> dict[str, str]:
+        links = json.loads(file.read_text())["links"] if file.exists() else []
+        return {link["address"]: link["state"] for link in links}
+
+    def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline, status.read_text()
+            time.sleep(0.05)
+
+    early = ce.load("early", ticket(), ports[0], 16, [41])
+    ce.step(loads=[early])
+    ce.steps_until(lambda ce: "early" in ce.received)
+    assert ce.failed == {"early"}, "nobody has told of that engine"
+    tell(*ports)
+    until(lambda: states(status) == {f"127.0.0.1:{port}": "up" for port in ports})
+    until(lambda: list(states(tmp_path / f"{ports[0]}").values()) == ["up"])
+    name = ticket()
+    ce.step(loads=[ce.load("r", name, ports[0], 16, [42]), ce.load("s", ticket(), ports[1], 16, [43])])
+    pes[0].step(calls=[("r", name, 16)], chunks=[("r", 16, [5])], compute=[(5, 5.0)])
+    pes[0].step(finished=[("r", 1, 16, [5], None)])
+    ce.steps_until(lambda ce: "r" in ce.received)
+    assert ce.look([42]) == [5.0]
+    tell(ports[0])
+    ce.steps_until(lambda ce: ce.failed == {"early", "s"})
+    # Its process lives, and may write over cma: the block comes back when it does not.
+    assert "s" not in ce.received
+    pes[1].kill()
+    ce.steps_until(lambda ce: "s" in ce.received)
+    until(
+        lambda: (
+            states(status).get(f"127.0.0.1:{ports[0]}") == "up"
+            and "up" not in states(tmp_path / f"{ports[1]}").values()
+        )
+    )
+    link = next(link for link in json.loads(status.read_text())["links"] if link["state"] == "up")
+    assert link["counters"]["bytes"] > 0
+    assert not any(ce.gauges().values())
 
 
 def test_what_is_refused(start: Start, pair: Pair) -> None:
