@@ -325,12 +325,7 @@ def test_peers_that_a_front_tells_of(start: Start, tmp_path: Path) -> None:
     assert "s" not in ce.received
     pes[1].kill()
     ce.steps_until(lambda ce: "s" in ce.received)
-    until(
-        lambda: (
-            states(status).get(f"127.0.0.1:{ports[0]}") == "up"
-            and "up" not in states(tmp_path / f"{ports[1]}").values()
-        )
-    )
+    until(lambda: list(states(status).values()).count("up") == 1)
     link = next(link for link in json.loads(status.read_text())["links"] if link["state"] == "up")
     assert link["counters"]["bytes"] > 0
     assert not any(ce.gauges().values())
