@@ -149,8 +149,12 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._the_worker.after_forward(stream_of(self._the_worker.device))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """vLLM 0.31 and newer."""
-        return versions.transfer_results(self._the_worker.outcome())
+        """vLLM 0.31 and newer, which hold back a failed request's name until nobody writes into its blocks any more."""
+        outcome = self._the_worker.outcome()
+        if len(self._kv_cache_config.kv_cache_groups) == 1:
+            # With one group the blocks' names, which are not held back, tell it at once.
+            self._by_block |= outcome.failed_blocks
+        return versions.transfer_results(outcome)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Older ones; failures are told by block there."""

@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvrail.runtime.vllm.given_blocks import GivenBlocks
 from kvrail.runtime.vllm.meta import Load, StepFacts
@@ -35,6 +36,9 @@ from kvrail.transfer.links import Links
 from kvrail.transfer.receiver import Receiver
 from kvrail.transfer.tickets import Fence, FirstTokenReady, Landed, Lost, ReceiverEffect, Send, owner_of
 from kvrail.transfer.wire import Beat, HandOff
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
 
 __all__ = ["Landing"]
 
@@ -65,6 +69,7 @@ class Landing:
         results: Results,
         peers: tuple[tuple[str, int], ...],
         offset: int,
+        cuda: _ucx.CudaDevice | None = None,
     ) -> None:
         self._links = links
         self._receiver = receiver
@@ -76,6 +81,9 @@ class Landing:
         self._waiting: list[_Loading] = []
         self._by_owner: dict[str, _Loading] = {}
         self._up: set[LinkKey] = set()
+        self._cuda = cuda
+        # Links over which a network card writes into our GPU.
+        self._by_card: set[LinkKey] = set()
         self._why_not: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         # Bytes by the address of the prefill engine that pushed them.
@@ -111,6 +119,8 @@ class Landing:
         match event:
             case LinkUp(key, epoch, lane):
                 self._up.add(key)
+                if lane.card_writes_gpu:
+                    self._by_card.add(key)
                 receiver.link_up(now, key, epoch, lane.fence)
             case LinkDown(key, epoch, reason):
                 self._up.discard(key)
@@ -299,4 +309,7 @@ class Landing:
         self.counters["landed"] += 1
         self.counters["bytes"] += landed.bell.pushed_bytes
         self.arrived[load.peer] += landed.bell.pushed_bytes
+        if self._by_card and self._cuda is not None:
+            # Before anything on the GPU reads them.
+            self._cuda.flush_remote_writes()
         self._results.received(load.request_id, landed.hand_off.first_token if load.hand_off else None)

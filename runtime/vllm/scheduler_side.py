@@ -229,6 +229,8 @@ class SchedulerSide:
         ticket, peer = bytes(16), ("", 0)
         try:
             ticket = _ticket(params.get("ticket"))
+            if hand_off and not request.prompt_token_ids:
+                raise ConfigError("first_token needs a prompt of token ids")
         except ConfigError as error:
             _log.error("request %s: %s", request.request_id, error)
         else:

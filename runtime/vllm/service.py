@@ -150,6 +150,12 @@ class Service:
         role = self.role
         if not isinstance(role, Pushing) or not request_ids:
             return
+        try:
+            self._settle(role, request_ids, within_s)
+        except TransferError as error:
+            _log.error("%s, while vLLM preempts %s", error, ", ".join(request_ids))
+
+    def _settle(self, role: Pushing, request_ids: list[str], within_s: float) -> None:
         self._ask(lambda _: role.preempted(request_ids))
         deadline = time.monotonic() + within_s
         pending = list(request_ids)
@@ -167,6 +173,11 @@ class Service:
     def counters(self) -> dict[str, int]:
         """What has happened so far."""
         return dict(self.role.counters)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the links. Memory that a living peer may still write into stays registered until the process ends."""
@@ -300,6 +311,7 @@ class Service:
             results=self.results,
             peers=settings.peers,
             offset=offset,
+            cuda=memory.cuda,
         )
 
     @staticmethod

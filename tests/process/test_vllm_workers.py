@@ -160,6 +160,7 @@ def test_what_is_here_already_is_not_asked_for(pair: Pair) -> None:
     pair.pe.steps_until(lambda pe: "s" in pe.sent, 10)
     pair.ce.steps_until(lambda ce: not ce.gauges()["loads"])
     assert "s" not in pair.ce.received
+    assert "unsent" not in pair.pe.do(do="counters")
     pair.check_idle()
 
 
