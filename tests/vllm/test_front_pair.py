@@ -112,6 +112,11 @@ def test_the_official_client(pair: Pair, single: dict[str, Any]) -> None:
     chunks = list(client.completions.create(**case.body))
     assert "".join(chunk.choices[0].text for chunk in chunks) == single[case.name]["choices"][0]["text"]
     assert [model.id for model in client.models.list()] == ["m"]
+    raw = client.responses.with_raw_response.create(
+        model="m", input="Say a few words.", max_output_tokens=8, temperature=0
+    )
+    assert raw.headers["x-kvrail-prefill"] == "remote"
+    assert raw.parse().output_text
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="m", prompt="x", max_tokens=-1)
 
