@@ -98,9 +98,13 @@ def test_as_a_single_vllm(pair: Pair, single: dict[str, Any], case: Case) -> Non
 
 
 def test_the_pages_went_over_a_link(pair: Pair) -> None:
-    (link,) = pair.ce.http.get("/lanes").json()["links"]
-    assert link["state"] == "up"
-    assert link["counters"]["bytes"] > 0
+    answer_of(pair.ce.url, CASES[1])
+
+    def told() -> bool:
+        (link,) = pair.ce.http.get("/lanes").json()["links"]
+        return bool(link["state"] == "up" and link["counters"]["bytes"] > 0)
+
+    wait_until(told, 10, "the link has carried bytes", pair.ce)
     assert pair.ce.metric("kvrail_landed_total") > 0
     assert pair.ce.metric("kvrail_failed_total") == 0
     pair.check_idle()
