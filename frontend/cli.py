@@ -63,7 +63,9 @@ def _launch_command() -> Callable[..., None]:
         flag = "--" + field.name.replace("_", "-")
         if default is True:
             flag += "/--no" + flag.removeprefix("-")
-        option = typer.Option(flag, help=text, metavar=metavar, rich_help_panel=group)
+        option: Any = typer.Option(flag, help=text, metavar=metavar, rich_help_panel=group)
+        if field.name == "vllm_args":
+            option = typer.Argument(help=text, metavar="-- ARGUMENT")
         parameters.append(
             inspect.Parameter(
                 field.name,

@@ -38,7 +38,7 @@ _access = logging.getLogger("kvrail.access")
 # What a client's own request id may look like; others are ignored, as the id goes into logs and headers.
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 # Asked all the time by machines: they are worth a line only when they fail.
-_WATCHED = ("/health", "/ready", "/metrics", "/lanes", "/ranks", "/favicon.ico")
+_WATCHED = ("/health", "/ready", "/metrics", "/lanes", "/ranks", "/vllm/card", "/favicon.ico")
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

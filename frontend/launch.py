@@ -16,12 +16,15 @@ from rich.console import Console
 
 from kvrail.frontend.server import listening_socket, serve
 from kvrail.frontend.tls import check_certificate, client_trust
+from kvrail.frontend.vllm_launch import run_vllm
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.process import RankProcesses
 from kvrail.runtime.visible_gpus import check_gpus
+from kvrail.runtime.vllm.command import check_settings
+from kvrail.runtime.vllm.installed import installed_version
 
 __all__ = ["launch_role"]
 
@@ -40,6 +43,9 @@ def launch_role(config: LaunchConfig) -> int:
     )
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if config.engine == "vllm":
+        check_settings(config)
+        installed_version()
     if config.role == "ce" and not config.pe_url:
         _log.warning("no --pe-url: this engine prefills every prompt by itself")
     token = load_cluster_token(config)
@@ -48,6 +54,8 @@ def launch_role(config: LaunchConfig) -> int:
     check_gpus(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
+    if config.engine == "vllm":
+        return run_vllm(config, token, listener)
     found = _with_model_folder(config)
     if found is None:
         return 2

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import uvicorn
 import zmq.asyncio
@@ -37,7 +38,7 @@ from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["HttpServer", "listening_socket", "serve"]
+__all__ = ["Application", "HttpServer", "bare_app", "listening_socket", "run_server", "serve"]
 
 _log = logging.getLogger(__name__)
 # Running answers may finish for this long after a stop was asked for; then they end with an error event.
@@ -62,19 +63,51 @@ def listening_socket(config: LaunchConfig) -> socket.socket:
     return listener
 
 
+class Application(Protocol):
+    """An ASGI application and how to bring it to an end."""
+
+    app: FastAPI
+
+    def refuse(self) -> None:
+        """Admit nothing new; what runs may go on."""
+
+    def fail_all(self, reason: str) -> None:
+        """End every open request with a failure."""
+
+
 @dataclass
 class _Application:
-    """An ASGI application and how to refuse new work on it."""
+    """The application of a role with ranks."""
 
     app: FastAPI
     admission: Admission
     desk: PrefillDesk | None
+    ranks: Sequence[RankClient]
 
     def refuse(self) -> None:
-        """Admit nothing new; what runs may go on."""
         self.admission.stop()
         if self.desk is not None:
             self.desk.stopping = True
+
+    def fail_all(self, reason: str) -> None:
+        for rank in self.ranks:
+            rank.fail_all(reason)
+
+
+def bare_app(config: LaunchConfig) -> FastAPI:
+    """An application without routes, that answers errors as ours do."""
+    # /openapi.json, but none of the pages that show it: they load scripts from elsewhere.
+    app = FastAPI(title="kvrail", version="1", docs_url=None, redoc_url=None)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
+        )
+    install_error_bodies(app)
+    return app
 
 
 @contextlib.asynccontextmanager
@@ -88,17 +121,7 @@ async def _application(
     """The application of a role, with what runs beside it."""
     metrics = FrontMetrics(ranks, config.model_name)
     admission = Admission(config.max_queue)
-    # /openapi.json, but none of the pages that show it: they load scripts from elsewhere.
-    app = FastAPI(title="kvrail", version="1", docs_url=None, redoc_url=None)
-    if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origin),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
-        )
-    install_error_bodies(app)
+    app = bare_app(config)
     tracing = Tracing(config.otlp_endpoint, config.role)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -124,13 +147,13 @@ async def _application(
             )
         app.include_router(cache_routes(config, ranks, token))
         app.include_router(status_routes(config, ranks, peers, metrics, lambda: admission.stopping))
-        yield _Application(app, admission, desk)
+        yield _Application(app, admission, desk, ranks)
 
 
 class HttpServer(uvicorn.Server):
     """A uvicorn server that ends running answers in good order: first by grace, then by an error event."""
 
-    def __init__(self, config: LaunchConfig, application: _Application, ranks: Sequence[RankClient]) -> None:
+    def __init__(self, config: LaunchConfig, application: Application) -> None:
         super().__init__(
             uvicorn.Config(
                 Envelope(application.app, config),
@@ -147,7 +170,6 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._application = application
-        self._ranks = ranks
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -174,8 +196,7 @@ class HttpServer(uvicorn.Server):
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(_GRACE_S)
-        for rank in self._ranks:
-            rank.fail_all("the server is stopping")
+        self._application.fail_all("the server is stopping")
 
 
 async def serve(
@@ -213,19 +234,26 @@ async def serve(
             application = await stack.enter_async_context(
                 _application(config, ranks, token, renderer, connections)
             )
-            server = HttpServer(config, application, ranks)
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if config.ssl_certfile is None else "https"
-            _log.info("%s %s listens on %s://%s:%d", config.role, config.model_name, scheme, host, port)
-            stopper = asyncio.create_task(_stop_when(stop, server)) if stop is not None else None
-            try:
-                await server.serve(sockets=[listener])
-            finally:
-                if stopper is not None:
-                    stopper.cancel()
+            await run_server(config, application, listener, stop)
     finally:
         context.term()
         listener.close()
+
+
+async def run_server(
+    config: LaunchConfig, application: Application, listener: socket.socket, stop: asyncio.Event | None
+) -> None:
+    """Serve `application` until SIGTERM, SIGINT (both only in the main thread) or `stop`."""
+    server = HttpServer(config, application)
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    _log.info("%s %s listens on %s://%s:%d", config.role, config.model_name, scheme, host, port)
+    stopper = asyncio.create_task(_stop_when(stop, server)) if stop is not None else None
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if stopper is not None:
+            stopper.cancel()
 
 
 async def _end(rank: RankClient) -> None:

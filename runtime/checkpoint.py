@@ -21,6 +21,7 @@ __all__ = [
     "Progress",
     "cache_dir",
     "convert_gguf",
+    "fingerprint_of",
     "load_tokenizer",
     "open_checkpoint",
     "resolve_model",
@@ -80,7 +81,7 @@ def open_checkpoint(model: str, progress: Progress | None = None) -> Checkpoint:
     return Checkpoint(
         folder=folder,
         config=config,
-        model_id=_fingerprint(folder),
+        model_id=fingerprint_of(folder),
         eos_token_ids=_eos_token_ids(folder, config),
     )
 
@@ -149,7 +150,7 @@ def _fetch(name: str, progress: Progress | None) -> Path:
     return Path(folder)
 
 
-def _fingerprint(folder: Path) -> str:
+def fingerprint_of(folder: Path) -> str:
     """32 hex digits from the config and a sample of the weights: equal for equal models in any folder."""
     config = json.loads((folder / "config.json").read_text())
     identity = {key: value for key, value in sorted(config.items()) if key not in _NOT_IDENTITY}

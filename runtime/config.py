@@ -26,6 +26,7 @@ __all__ = [
     "keep_compiled_attention",
     "mps_sign",
     "rank_environment",
+    "runtime_directory",
     "ucx_overrides",
 ]
 
@@ -49,11 +50,15 @@ class LaunchConfig:
     model: str = field(
         metadata={"help": "folder or GGUF file of a model, or a hub name when there is a network"}
     )
+    engine: Literal["embedded", "vllm"] = _setting(
+        "embedded", "embedded, or vllm (must be installed; arguments for vLLM itself go behind a --)"
+    )
     served_model_name: str | None = _setting(None, "name that clients use (default: last part of --model)")
     dp: int = _setting(1, "rank processes, one copy of the model each")
     host: str = _setting("127.0.0.1", "address that HTTP listens on")
     port: int | None = _setting(None, "port of HTTP (default: 8888 for ce and single, 8889 for pe; 0: any)")
     kv_host: str = _setting("127.0.0.1", "address (or interface) that links and UCX listen on")
+    kv_port: int | None = _setting(None, "pe with --engine vllm: port for links (default: any that is free)")
     pe_url: tuple[str, ...] = _setting((), "ce: URL of a prefill engine; may be given several times")
     max_model_len: int | None = _setting(
         None, "longest prompt plus answer in tokens (default: the model's own)"
@@ -191,10 +196,20 @@ class LaunchConfig:
         "URL of an OpenTelemetry collector (OTLP over HTTP, as http://127.0.0.1:4318) for traces of requests",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least level that is logged")
+    vllm_args: tuple[str, ...] = _setting((), "with --engine vllm: arguments for vLLM itself, behind a --")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the flag."""
         _require(self.role in DEFAULT_PORT, f"--role {self.role}: must be pe, ce or single")
+        _require(
+            self.engine == "vllm" or not self.vllm_args,
+            f"{' '.join(self.vllm_args)}: arguments behind a -- are for --engine vllm",
+        )
+        _require(
+            self.kv_port is None
+            or (self.engine == "vllm" and self.role == "pe" and 0 < self.kv_port < 65536),
+            "--kv-port is for --role pe with --engine vllm: 1 to 65535",
+        )
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
         for url in self.pe_url:
@@ -342,10 +357,15 @@ class LaunchConfig:
 
     def resolved_runtime_dir(self) -> Path:
         """Folder (mode 0700, made on demand by its users) for sockets and the default token."""
-        if self.runtime_dir:
-            return Path(self.runtime_dir)
-        base = environment("XDG_RUNTIME_DIR")
-        return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
+        return runtime_directory(self.runtime_dir)
+
+
+def runtime_directory(choice: str | None) -> Path:
+    """`choice`, or the folder that this user's engines on this machine share."""
+    if choice:
+        return Path(choice)
+    base = environment("XDG_RUNTIME_DIR")
+    return Path(base) / "kvrail" if base else Path("/tmp") / f"kvrail-{os.getuid()}"
 
 
 def _require(condition: bool, text: str) -> None:

@@ -25,7 +25,7 @@ import msgspec
 from kvrail.runtime.config import LaunchConfig, rank_environment
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["RankProcesses", "RankSpec", "die_with_parent"]
+__all__ = ["RankProcesses", "RankSpec", "die_with_parent", "private_directory"]
 
 _PR_SET_PDEATHSIG = 1
 # Bytes that a Unix socket's path may have, and that "/link-<12 digits>-<rank>.sock" needs at most.
@@ -57,7 +57,7 @@ class RankProcesses:
     def __init__(self, config: LaunchConfig, token: bytes) -> None:
         self._config = config
         self._token = token
-        self.directory, self._lock = _private_directory(config)
+        self.directory, self._lock = private_directory(config)
         self.endpoints = [f"ipc://{self.directory}/front{rank}.ipc" for rank in range(config.dp)]
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -115,7 +115,7 @@ class RankProcesses:
             self._lock = -1
 
 
-def _private_directory(config: LaunchConfig) -> tuple[Path, int]:
+def private_directory(config: LaunchConfig) -> tuple[Path, int]:
     """A fresh folder for this role under the runtime folder, both of mode 0700, and the fd that holds its lock.
 
     Clears the folders that nobody holds: their roles are dead. (Process numbers would not tell: a role in another

@@ -85,6 +85,11 @@ class CudaDevice:
         """A plain allocation, zeroed, that a peer process can map. CudaFailed says what is needed and what is free."""
     def pin(self, address: int, nbytes: int) -> PinnedMemory:
         """Page-lock the caller's host memory, which must outlive the pinning, for every GPU of this process."""
+    def export_memory(self, address: int) -> tuple[bytes, int]:
+        """(64 bytes with which a process of this host maps the allocation that `address` lies in, where in it).
+
+        CudaFailed for memory that cannot be exported: of an allocator with expandable segments, say.
+        """
     def record(self, stream: int) -> CudaFence:
         """A fence behind all that is on that CUDA stream of this device by now (0: the default stream)."""
     def hold(self, stream: int, fence: CudaFence) -> None:

@@ -5,25 +5,41 @@ from __future__ import annotations
 
 import os
 import selectors
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
 from kvrail.transfer.conversation import Conversation
+from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.foreign_pool import ForeignPool
 from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.handshake import Offer, Turn
 from kvrail.transfer.lane_test import TestSlices
 from kvrail.transfer.lanes import Plan
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import Layout
 from kvrail.transfer.link_events import LinkKey, LinkOptions
-from kvrail.transfer.memory import Pools
+from kvrail.transfer.memory import HostPool
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
 
-__all__ = ["LinkSetup", "NewLink", "Talk"]
+__all__ = ["AnyPool", "LinkPools", "LinkSetup", "NewLink", "Talk"]
+
+AnyPool = HostPool | DevicePool | ForeignPool
+
+
+class LinkPools(Protocol):
+    """The pools that a rank's links write and offer: `memory.Pools`, or those of another engine."""
+
+    @property
+    def memory(self) -> Literal["host", "cuda"]: ...
+    @property
+    def probe(self) -> HostPool | DevicePool: ...
+    def by_id(self) -> Iterator[tuple[int, AnyPool]]:
+        """(pool id on the link, pool), without those that do not exist."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,8 +49,8 @@ class LinkSetup:
     reactor: _ucx.Reactor
     me: LinkKey
     token: bytes
-    layout: PageLayout
-    pools: Pools
+    layout: Layout
+    pools: LinkPools
     options: LinkOptions
     ucx_version: tuple[int, int, int]
     gpu: Gpu | None = None
@@ -59,14 +75,17 @@ class NewLink(NamedTuple):
 
 
 class Talk:
-    """One handshake under way, and what it has made so far. `done` hears of its end, once."""
+    """One handshake under way, and what it has made so far. `done` hears of its end, once.
+
+    With None when it was no more than a question: then whoever hears it closes the talk.
+    """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         stream: ControlStream,
         process: PeerProcess | None,
-        done: Callable[[Talk, NewLink | TransferError, float], None],
+        done: Callable[[Talk, NewLink | TransferError | None, float], None],
     ) -> None:
         self._selector = selector
         self.stream = stream
@@ -78,7 +97,7 @@ class Talk:
         self.key: LinkKey | None = None
         self.native: _ucx.Link | None = None
         self.fds: tuple[int, ...] = ()
-        self.made: Callable[[], NewLink] | None = None
+        self.made: Callable[[], NewLink | None] | None = None
 
     def begin(self, generator: Generator[Turn | None, Frame, object], now: float, deadline: float) -> None:
         self._conversation: Conversation[object] = Conversation(self.stream, generator, deadline)
@@ -112,9 +131,17 @@ class Talk:
         self._abandon()
         self._conversation.close()
 
+    def close(self) -> None:
+        """After its end: it has come to nothing that somebody took."""
+        self.stream.close()
+        self._give_back()
+
     def _abandon(self) -> None:
         self._over = True
         self._selector.unregister(self._fd)
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self.native is not None:
             self.native.close()
         for fd in self.fds:

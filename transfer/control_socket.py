@@ -171,11 +171,13 @@ class ControlStream:
         self._in_fds = []
 
 
-def listen_tcp(host: str) -> socket.socket:
-    """Listen on a free port of exactly `host`: an address, a name, or a network interface of this machine."""
+def listen_tcp(host: str, port: int = 0) -> socket.socket:
+    """Listen on `port` (0: a free one) of exactly `host`: an address, a name, or a network interface of this host."""
     try:
-        found = socket.getaddrinfo(_address_of(host), 0, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(_address_of(host), port, type=socket.SOCK_STREAM)
         sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+        # An engine that is started again finds its port free, although connections of the last one linger.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         raise TransferError(f"--kv-host {host}: {error.strerror or error}") from error
     try:
@@ -183,7 +185,9 @@ def listen_tcp(host: str) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise TransferError(f"cannot listen on {host}: {error.strerror or error} (see --kv-host)") from error
+        raise TransferError(
+            f"cannot listen on {host} port {port}: {error.strerror or error} (see --kv-host)"
+        ) from error
     sock.setblocking(False)
     return sock
 

@@ -105,6 +105,11 @@ class DevicePool:
             raise TransferError(f"pool {self.name} is closed")
         return self._region.packed_key()
 
+    @property
+    def ipc_offset(self) -> int:
+        """Where the pool begins in what the handle maps."""
+        return 0
+
     def ipc_handle(self) -> bytes:
         """64 bytes with which a process of this host maps the pool (Link.import_peer)."""
         return self._open().ipc_handle()

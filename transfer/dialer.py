@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvrail.transfer import control_socket, handshake
-from kvrail.transfer.connector import LinkSetup, NewLink, Talk
+from kvrail.transfer.connector import AnyPool, LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerProcess
-from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
@@ -83,6 +82,11 @@ class Dialer:
         if wanted is not None:
             wanted.attempts, wanted.told = 0, ""
 
+    def linked(self, key: LinkKey) -> bool:
+        """Whether there is a link to this peer, or one is being tested."""
+        wanted = self._wanted.get(key)
+        return wanted is not None and wanted.linked
+
     def opened(self, native_id: int) -> bool:
         """Whether a handshake under way has opened this native link."""
         talks = (wanted.talk for wanted in self._wanted.values())
@@ -133,7 +137,7 @@ class Dialer:
                     return stream, process, process.reason
         return control_socket.dial_tcp(wanted.peer.host, wanted.peer.port), None, distance
 
-    def _ended(self, wanted: _Wanted, outcome: NewLink | TransferError, now: float) -> None:
+    def _ended(self, wanted: _Wanted, outcome: NewLink | TransferError | None, now: float) -> None:
         process = wanted.talk.process if wanted.talk is not None else None
         wanted.talk = None
         if isinstance(outcome, NewLink):
@@ -182,7 +186,9 @@ class Dialer:
         setup, options, pools = self._setup, self._setup.options, list(self._setup.pools.by_id())
         # What another process can map our pools with: only given to one whose end we can see.
         near = not distance and options.lane != "put"
-        fds = tuple(pool.fd for _, pool in pools if isinstance(pool, HostPool)) if near else ()
+        # All of them or none: lane shm writes every pool through its memfd.
+        files = [pool.fd for _, pool in pools if isinstance(pool, HostPool)]
+        fds = tuple(files) if near and len(files) == len(pools) else ()
         offer = Offer(
             ucx=setup.ucx_version,
             layout=setup.layout,
@@ -196,12 +202,12 @@ class Dialer:
             put_transport=options.put_transport,
             require_lane=options.require_lane,
             distance=distance,
-            gpu=setup.gpu if setup.pools.pages.memory == "cuda" else None,
+            gpu=setup.gpu if setup.pools.memory == "cuda" else None,
         )
         return offer, fds
 
 
-def _offer(pool_id: int, pool: HostPool | DevicePool, fds: tuple[int, ...], *, handles: bool) -> PoolOffer:
+def _offer(pool_id: int, pool: AnyPool, fds: tuple[int, ...], *, handles: bool) -> PoolOffer:
     offer = PoolOffer(
         pool=pool_id,
         base=pool.address,
@@ -210,6 +216,8 @@ def _offer(pool_id: int, pool: HostPool | DevicePool, fds: tuple[int, ...], *, h
         memory=pool.memory,
         key=pool.packed_key(),
     )
-    if isinstance(pool, DevicePool):
-        return msgspec.structs.replace(offer, handle=pool.ipc_handle() if handles else b"")
-    return msgspec.structs.replace(offer, fd=fds.index(pool.fd) if fds else -1)
+    if isinstance(pool, HostPool):
+        return msgspec.structs.replace(offer, fd=fds.index(pool.fd) if fds else -1)
+    if not handles or pool.memory != "cuda":
+        return offer
+    return msgspec.structs.replace(offer, handle=pool.ipc_handle(), handle_offset=pool.ipc_offset)

@@ -9,6 +9,9 @@
     Offer   UCX version, layout, epoch, pools   →               with memfds, IPC handles over a Unix socket
                                                 ← Accept      worker address, which transports
 
+Who knows no more of a PE than where it listens names nobody in its Hello; then the PE answers the Proof with an
+Introduction, which says who it is, and nothing else follows.
+
 Either side may answer `Refuse` with the reason instead, and then closes. From the Offer on, each frame ends in a tag
 under a key of this session, so that nobody in between can change an address or a key.
 """
@@ -26,12 +29,13 @@ import msgspec
 from kvrail.transfer.control_socket import FIRST_LIMIT, FRAME_LIMIT, Frame
 from kvrail.transfer.errors import LinkRefused, TransferError
 from kvrail.transfer.gpu import Gpu
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import Layout
 from kvrail.transfer.link_events import LinkKey
 from kvrail.transfer.wire import PROTOCOL_VERSION
 
 __all__ = [
     "Accept",
+    "Introduction",
     "Offer",
     "PoolOffer",
     "Refuse",
@@ -39,6 +43,7 @@ __all__ = [
     "Turn",
     "WrongPeer",
     "accepting",
+    "asking",
     "dialing",
 ]
 
@@ -70,6 +75,14 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     mac: bytes
 
 
+class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag="introduction"):
+    """PE → CE: who listens here, and on which Unix socket as well."""
+
+    incarnation: bytes
+    rank: int
+    unix_path: str
+
+
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True):
     """One pool of the CE. `memory`: host or cuda. `fd`: position of its memfd among those passed with the offer, or -1.
     `handle`: by which another process of this host maps its GPU memory (CUDA IPC), and where in it the pool begins.
@@ -96,7 +109,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     """
 
     ucx: tuple[int, int, int]
-    layout: PageLayout
+    layout: Layout
     epoch: int
     cookie: int
     address: bytes
@@ -194,6 +207,68 @@ def dialing(
     Raises LinkRefused: the peer refused (its reason), or is refused (Refused, with what to tell it).
     """
     session = _Session(token, "ce")
+    frame = yield from _prove(session, me, peer, nonce)
+    welcome = _expect(frame, Welcome)
+    if not session.proved(welcome.mac):
+        raise _refused("the peer does not hold our cluster token: both sides must use the same --token-file")
+    offer, fds = make_offer()
+    frame = yield Turn(session.seal(_pack(offer)), fds, FRAME_LIMIT)
+    return offer, _expect(session.unseal(frame), Accept)
+
+
+def asking(token: bytes, me: LinkKey, nonce: bytes) -> Generator[Turn, Frame, Introduction]:
+    """The CE's side when it knows only where a PE listens. Raises as `dialing` does."""
+    session = _Session(token, "ce")
+    frame = yield from _prove(session, me, LinkKey(b"", 0), nonce)
+    introduction = _expect(session.unseal(frame), Introduction)
+    _check_length("incarnation", introduction.incarnation, _INCARNATION_BYTES)
+    return introduction
+
+
+def accepting(
+    token: bytes,
+    me: LinkKey,
+    nonce: bytes,
+    judge: Callable[[LinkKey, Offer, tuple[int, ...]], Accept],
+    introduce: Callable[[], Introduction] | None = None,
+) -> Generator[Turn | None, Frame, Turn]:
+    """The PE's side. `judge` answers an offer (with the fds that came with it, which it owns), or raises TransferError.
+
+    `introduce` answers who asks who is here. Yields None before the first frame. Returns the last turn: the Accept (or
+    the Introduction) to send. Raises Refused with what to tell.
+    """
+    session = _Session(token, "pe")
+    frame = yield None
+    hello = _expect(frame, Hello)
+    _check_version(hello.protocol)
+    _check_length("nonce", hello.nonce, _NONCE_BYTES)
+    _check_length("incarnation", hello.incarnation, _INCARNATION_BYTES)
+    session.said(frame.payload)
+    challenge = _pack(Challenge(protocol=PROTOCOL_VERSION, nonce=nonce))
+    session.said(challenge)
+    frame = yield Turn(challenge)
+    proof = _expect(frame, Proof)
+    if not session.proved(proof.mac):
+        raise _refused("cluster token refused: both sides must use the same --token-file")
+    if not hello.peer and introduce is not None:
+        return Turn(session.seal(_pack(introduce())))
+    if (hello.peer, hello.peer_rank) != me:
+        raise _refused("another engine process answers here (restarted?)", wrong_peer=True)
+    frame = yield Turn(_pack(Welcome(mac=session.proof())), (), FRAME_LIMIT)
+    try:
+        offer = _expect(session.unseal(frame), Offer)
+    except LinkRefused:
+        _close_all(frame.fds)
+        raise
+    try:
+        accept = judge(LinkKey(hello.incarnation, hello.rank), offer, frame.fds)
+    except TransferError as refusal:
+        raise _refused(str(refusal)) from refusal
+    return Turn(session.seal(_pack(accept)))
+
+
+def _prove(session: _Session, me: LinkKey, peer: LinkKey, nonce: bytes) -> Generator[Turn, Frame, Frame]:
+    """The CE says who it is and that it holds the token; returns the answer to that."""
     hello = _pack(
         Hello(
             protocol=PROTOCOL_VERSION,
@@ -210,55 +285,11 @@ def dialing(
     _check_version(challenge.protocol)
     _check_length("nonce", challenge.nonce, _NONCE_BYTES)
     session.said(frame.payload)
-    frame = yield Turn(_pack(Proof(mac=session.proof())))
-    welcome = _expect(frame, Welcome)
-    if not session.proved(welcome.mac):
-        raise _refused("the peer does not hold our cluster token: both sides must use the same --token-file")
-    offer, fds = make_offer()
-    frame = yield Turn(session.seal(_pack(offer)), fds, FRAME_LIMIT)
-    return offer, _expect(session.unseal(frame), Accept)
+    return (yield Turn(_pack(Proof(mac=session.proof()))))
 
 
-def accepting(
-    token: bytes,
-    me: LinkKey,
-    nonce: bytes,
-    judge: Callable[[LinkKey, Offer, tuple[int, ...]], Accept],
-) -> Generator[Turn | None, Frame, Turn]:
-    """The PE's side. `judge` answers an offer (with the fds that came with it, which it owns), or raises TransferError.
-
-    Yields None before the first frame. Returns the last turn: the Accept to send. Raises Refused with what to tell.
-    """
-    session = _Session(token, "pe")
-    frame = yield None
-    hello = _expect(frame, Hello)
-    _check_version(hello.protocol)
-    _check_length("nonce", hello.nonce, _NONCE_BYTES)
-    _check_length("incarnation", hello.incarnation, _INCARNATION_BYTES)
-    session.said(frame.payload)
-    challenge = _pack(Challenge(protocol=PROTOCOL_VERSION, nonce=nonce))
-    session.said(challenge)
-    frame = yield Turn(challenge)
-    proof = _expect(frame, Proof)
-    if not session.proved(proof.mac):
-        raise _refused("cluster token refused: both sides must use the same --token-file")
-    if (hello.peer, hello.peer_rank) != me:
-        raise _refused("another engine process answers here (restarted?)", wrong_peer=True)
-    frame = yield Turn(_pack(Welcome(mac=session.proof())), (), FRAME_LIMIT)
-    try:
-        offer = _expect(session.unseal(frame), Offer)
-    except LinkRefused:
-        _close_all(frame.fds)
-        raise
-    try:
-        accept = judge(LinkKey(hello.incarnation, hello.rank), offer, frame.fds)
-    except TransferError as refusal:
-        raise _refused(str(refusal)) from refusal
-    return Turn(session.seal(_pack(accept)))
-
-
-_M = TypeVar("_M", Hello, Challenge, Proof, Welcome, Offer, Accept)
-_Message = Hello | Challenge | Proof | Welcome | Offer | Accept | Refuse
+_M = TypeVar("_M", Hello, Challenge, Proof, Welcome, Introduction, Offer, Accept)
+_Message = Hello | Challenge | Proof | Welcome | Introduction | Offer | Accept | Refuse
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 _refusals: msgspec.msgpack.Decoder[Refuse] = msgspec.msgpack.Decoder(Refuse)

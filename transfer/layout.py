@@ -1,23 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where KV lies in pages and state slots, and the fingerprint that two engines compare before a byte moves."""
+"""Where KV lies in pages and state slots, and the fields that two engines compare before a byte moves."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from kvrail.transfer.errors import LayoutMismatch
 
-__all__ = ["PageLayout"]
+__all__ = ["BlockLayout", "Layout", "PageLayout", "TicketLayout", "require_equal"]
 
 _PLACEHOLDER_BYTES = 64
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
+class TicketLayout(Protocol):
+    """What the ticket ledgers need to know: how tokens become pages, and their sizes."""
+
+    @property
+    def page_tokens(self) -> int:
+        """What a ticket begins with is a multiple of this."""
+        ...
+
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold `tokens` tokens, the last of them partly filled perhaps."""
+        ...
+
+    def whole_pages(self, tokens: int) -> int:
+        """How many of them, from the first on, `tokens` tokens fill, so that they never change again."""
+        ...
+
+
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True, tag="pages"):
     """Geometry of a page-major pool: array [pages, layers, 2, page_tokens, kv_heads, head_dim], K before V.
 
     A page holds `page_tokens` tokens of **all** full-attention layers, contiguous in memory; `layers` counts those.
@@ -79,17 +100,68 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """How many pages hold `tokens` tokens."""
         return -(-tokens // self.page_tokens) if self.layers else 0
 
+    def whole_pages(self, tokens: int) -> int:
+        """How many pages `tokens` tokens fill."""
+        return tokens // self.page_tokens if self.layers else 0
+
     @property
     def fingerprint(self) -> str:
         """32 hex digits, equal exactly when every field is equal."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
-    def require_equal(self, theirs: PageLayout) -> None:
-        """Raise LayoutMismatch naming each field in which `theirs` differs."""
-        fields = {
-            name: (getattr(self, name), getattr(theirs, name))
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(theirs, name)
-        }
-        if fields:
-            raise LayoutMismatch(fields)
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, tag="blocks"):
+    """KV of another engine, in that engine's own tensors and blocks: `segments` copies of [blocks, unit_bytes].
+
+    A block is `page_tokens` tokens of the layers of one of `groups` groups (of which each has its own blocks); it is a
+    segment of `unit_bytes` bytes in each tensor. The groups' pages stand by turns: page i of a ticket is of group
+    i mod `groups`. Page 0 of the engine holds nothing, and stands where a group needs no block.
+
+    `order`: "tensor" when the segments of one tensor are neighbours, "block" when those of one block are. `ranges`: how
+    many tensors each registered range holds. `facts`: whatever else must be equal for the bytes to mean the same.
+    """
+
+    page_tokens: int
+    groups: int
+    unit_bytes: int
+    ranges: tuple[int, ...]
+    order: str
+    facts: dict[str, str]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block, all tensors."""
+        return self.unit_bytes * sum(self.ranges)
+
+    @property
+    def state_bytes(self) -> int:
+        """There are no state slots."""
+        return 0
+
+    def pages_for(self, tokens: int) -> int:
+        """How many blocks hold `tokens` tokens, all groups."""
+        return -(-tokens // self.page_tokens) * self.groups
+
+    def whole_pages(self, tokens: int) -> int:
+        """How many blocks `tokens` tokens fill, all groups."""
+        return tokens // self.page_tokens * self.groups
+
+
+Layout = PageLayout | BlockLayout
+
+
+def require_equal(ours: Layout, theirs: Layout) -> None:
+    """Raise LayoutMismatch naming each field in which `theirs` differs."""
+    mine, other = _fields(ours), _fields(theirs)
+    names = dict.fromkeys((*mine, *other))
+    fields = {name: (mine.get(name), other.get(name)) for name in names if mine.get(name) != other.get(name)}
+    if fields:
+        raise LayoutMismatch(fields)
+
+
+def _fields(layout: Layout) -> dict[str, object]:
+    found: dict[str, object] = {name: getattr(layout, name) for name in layout.__struct_fields__}
+    if isinstance(layout, BlockLayout):
+        del found["facts"]
+        found |= layout.facts
+    return {"kind": layout.__struct_config__.tag} | found

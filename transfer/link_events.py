@@ -75,6 +75,8 @@ class LinkOptions:
 
     socket_dir: Path
     kv_host: str = "127.0.0.1"
+    # Where a PE listens; 0 takes a free port.
+    kv_port: int = 0
     lane: Literal["auto", "shm", "peer", "put"] = "auto"
     put_transport: Literal["auto", "cma", "tcp"] = "auto"
     require_lane: str | None = None

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from kvrail.transfer import wire
-from kvrail.transfer.connector import LinkSetup, NewLink
+from kvrail.transfer.connector import LinkPools, LinkSetup, NewLink
 from kvrail.transfer.dialer import Dialer
 from kvrail.transfer.errors import LaneUnavailable, LinkLost, TransferError, UcxFailed
 from kvrail.transfer.gpu import Gpu
+from kvrail.transfer.introductions import Introductions
 from kvrail.transfer.lane_test import FIRST_TEST_WRITER, News
 from kvrail.transfer.lanes import LaneUnwanted
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import Layout
 from kvrail.transfer.link_events import (
     LaneInfo,
     LinkDown,
@@ -37,7 +38,6 @@ from kvrail.transfer.link_events import (
     WriterEvent,
 )
 from kvrail.transfer.listener import Listener
-from kvrail.transfer.memory import Pools
 from kvrail.transfer.peer_processes import PeerProcesses
 from kvrail.transfer.rank_link import RankLink
 from kvrail.transfer.ucx import EventKind
@@ -73,8 +73,8 @@ class Links:
         reactor: _ucx.Reactor,
         identity: tuple[bytes, int],
         token: bytes,
-        layout: PageLayout,
-        pools: Pools,
+        layout: Layout,
+        pools: LinkPools,
         options: LinkOptions,
         accept: bool,
         gpu: Gpu | None = None,
@@ -100,6 +100,9 @@ class Links:
         self._setup = LinkSetup(reactor, me, token, layout, pools, options, _ucx.library_version(), gpu)
         self._listener = Listener(self._setup, self._selector, self._report) if accept else None
         self._dialer = None if accept else Dialer(self._setup, self._selector, self._report)
+        self._introductions = Introductions(
+            self._setup, self._selector, met=self._met, linked=self._linked, report=self._report
+        )
         self._selector.register(reactor.event_fd, selectors.EVENT_READ, None)
 
     # --- what the rank asks for ----------------------------------------------------------------------------------
@@ -120,6 +123,22 @@ class Links:
         if self._dialer is None:
             raise TransferError("a prefill engine never dials")
         self._dialer.want(peer)
+
+    def connect_at(self, host: str, port: int) -> None:
+        """CE: keep a link to whichever PE rank listens there (a numeric host), also after it was started again."""
+        if self._dialer is None:
+            raise TransferError("a prefill engine never dials")
+        self._introductions.want(host, port)
+
+    def who_at(self, host: str, port: int) -> LinkKey | None:
+        """CE: who was last heard to listen there."""
+        return self._introductions.who(host, port)
+
+    def forget_at(self, host: str, port: int, reason: str) -> None:
+        """CE: whoever listens there is dialed no more, and the link to it ends."""
+        key = self._introductions.unwant(host, port)
+        if key is not None:
+            self.disconnect(key, reason)
 
     def disconnect(self, key: LinkKey, reason: str) -> None:
         """CE: end the link, and do not dial this peer again."""
@@ -147,6 +166,10 @@ class Links:
         assert lane is not None
         return lane
 
+    def peer_units(self, key: LinkKey) -> dict[int, int]:
+        """PE: how many units each pool of this CE has; raises LinkLost."""
+        return self._up(key).peer_units
+
     def fence(self, key: LinkKey, reason: str) -> None:
         """End this link so that its writers can be proven quiet; a wanted peer is dialed again, with a new epoch.
 
@@ -170,7 +193,7 @@ class Links:
 
     def close(self) -> bool:
         """End every link. True: nobody can write into our pools any more, and they may be unmapped."""
-        for side in (self._listener, self._dialer):
+        for side in (self._listener, self._introductions, self._dialer):
             if side is not None:
                 side.close()
         accepts = self._listener is not None
@@ -206,6 +229,7 @@ class Links:
             self._listener.tick(now)
         if self._dialer is not None:
             self._dialer.tick(now)
+            self._introductions.tick(now)
         events, self._events = self._events, []
         return events
 
@@ -220,6 +244,14 @@ class Links:
                 self._events += link.heart.observe(time.monotonic(), age_s, payload)
             except msgspec.DecodeError as error:
                 self._end(link, f"malformed heartbeat: {error}", now)
+
+    def _met(self, peer: PeerAddress, before: LinkKey | None) -> None:
+        if before is not None:
+            self.disconnect(before, "another engine answers at its address")
+        self.connect(peer)
+
+    def _linked(self, key: LinkKey) -> bool:
+        return self._dialer is not None and self._dialer.linked(key)
 
     def _report(self, outcome: NewLink | LinkRefusal, now: float) -> None:
         if isinstance(outcome, LinkRefusal):

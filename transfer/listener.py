@@ -12,10 +12,10 @@ from kvrail.transfer import control_socket, handshake
 from kvrail.transfer.connector import LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerProcess
 from kvrail.transfer.errors import LinkRefused, TransferError
-from kvrail.transfer.handshake import Accept, Offer, Turn
+from kvrail.transfer.handshake import Accept, Introduction, Offer, Turn
 from kvrail.transfer.lanes import Facts, Wishes, mps_refusal, no_peer, plan_lanes
+from kvrail.transfer.layout import require_equal
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerAddress
-from kvrail.transfer.memory import PAGE_POOL, PROBE_POOL, STATE_POOL
 
 __all__ = ["Listener"]
 
@@ -44,7 +44,7 @@ class Listener:
         self._talks: set[Talk] = set()
         name = f"link-{setup.me.incarnation.hex()[:12]}-{setup.me.rank}.sock"
         self._path = setup.options.socket_dir / name
-        self._sockets = [control_socket.listen_tcp(setup.options.kv_host)]
+        self._sockets = [control_socket.listen_tcp(setup.options.kv_host, setup.options.kv_port)]
         try:
             self._sockets.append(control_socket.listen_unix(self._path))
         except BaseException:
@@ -101,8 +101,11 @@ class Listener:
         self._talks.add(talk)
         talk.begin(self._handshake(talk), now, now + self._setup.options.handshake_s)
 
-    def _ended(self, talk: Talk, outcome: NewLink | TransferError, now: float) -> None:
+    def _ended(self, talk: Talk, outcome: NewLink | TransferError | None, now: float) -> None:
         self._talks.discard(talk)
+        if outcome is None:  # It only asked who is here.
+            talk.close()
+            return
         key, reason = talk.key, str(outcome)
         if not isinstance(outcome, TransferError):
             self._told.pop(outcome.key, None)
@@ -122,14 +125,20 @@ class Listener:
                     os.close(fd)
                 raise
 
-        return handshake.accepting(self._setup.token, self._setup.me, os.urandom(32), judge)
+        def introduce() -> Introduction:
+            talk.made = lambda: None
+            return Introduction(
+                incarnation=self._setup.me.incarnation, rank=self._setup.me.rank, unix_path=str(self._path)
+            )
+
+        return handshake.accepting(self._setup.token, self._setup.me, os.urandom(32), judge, introduce)
 
     def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], talk: Talk) -> Accept:
         setup = self._setup
         if offer.ucx[:2] != setup.ucx_version[:2]:
             ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
             raise LinkRefused(f"UCX versions differ: ours {ours}, theirs {theirs} (they do not interoperate)")
-        setup.layout.require_equal(offer.layout)
+        require_equal(setup.layout, offer.layout)
         if not (
             0 <= offer.epoch < 1 << 32 and 0 <= offer.cookie < 1 << 64 and 0 <= offer.probe_unit < 1 << 31
         ):
@@ -159,7 +168,7 @@ class Listener:
             distance=offer.distance,
             shared=shared,
             local_failed=self._local_failed.get(key, ""),
-            source=self._setup.pools.pages.memory,
+            source=self._setup.pools.memory,
             target="host" if theirs is None else "cuda",
             no_peer=no_peer(ours, theirs),
             mps=mps_refusal(ours, theirs),
@@ -167,10 +176,9 @@ class Listener:
 
 
 def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
-    """The offered pools are those that the layout asks for, and each memfd is what it is said to be."""
-    expected = {PAGE_POOL: setup.layout.unit_bytes, PROBE_POOL: setup.pools.probe.unit_bytes}
-    if setup.layout.state_bytes:
-        expected[STATE_POOL] = setup.layout.state_bytes
+    """The offered pools are those that we have, and each memfd is what it is said to be."""
+    # (Equal layouts, so pools of the same kinds as ours.)
+    expected = {pool_id: pool.unit_bytes for pool_id, pool in setup.pools.by_id()}
     offered = {entry.pool: entry.unit_bytes for entry in offer.pools}
     if offered != expected or len(offered) != len(offer.pools):
         raise LinkRefused(f"pools differ (id: bytes of a unit): ours {expected}, theirs {offered}")

@@ -204,13 +204,26 @@ class Pools:
 
         try:
             # The largest last: when it does not fit, nothing had to be zeroed for it.
-            probe = pool("probe", _PROBE_UNITS, _PROBE_UNIT)
+            probe = cls.probe_area(context, cuda)
+            made.append(probe)
             state = pool("state", state_slots, state_bytes) if state_bytes and state_slots else None
             return cls(pool("pages", pages, page_bytes), state, probe, cuda)
         except BaseException:
             for each in made:
                 each.close()
             raise
+
+    @staticmethod
+    def probe_area(context: _ucx.Context, cuda: _ucx.CudaDevice | None) -> HostPool | DevicePool:
+        """A probe pool of 8 MiB, in the memory of `cuda` or the host's."""
+        if cuda is None:
+            return HostPool(context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe")
+        return DevicePool(context, cuda, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe")
+
+    @property
+    def memory(self) -> Literal["host", "cuda"]:
+        """Where they lie."""
+        return self.pages.memory
 
     def fence(self, stream: int | None) -> _ucx.CudaFence | None:
         """Behind all that is on this CUDA stream (its address) by now; None when pages are written by the CPU."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import TicketLayout
 from kvrail.transfer.tickets import PAGE_POOL, PE_MOVES, STATE_POOL, LinkKey, PeState, PrefillEnded, moved
 from kvrail.transfer.wire import Doorbell, Grant, HandOff, LinkMessage, Quiesced, unpack_u32
 
@@ -74,11 +74,11 @@ class PrefillTicket:
             raise AssertionError(f"a ticket that is {self.state.value} has no grant")
         return self.link, self.grant
 
-    def take_grant(self, link: LinkKey, grant: Grant, layout: PageLayout) -> str:
+    def take_grant(self, link: LinkKey, grant: Grant, layout: TicketLayout) -> str:
         """Take in the grant; returns what is wrong with it, or ""."""
         self.link, self.grant = link, grant
         start, end = grant.token_start, grant.token_end
-        if start < 0 or end < start or start % layout.page_tokens:
+        if start < 0 or end < start or (end > start and start % layout.page_tokens):
             return f"the grant covers tokens {start} to {end}"
         if len(grant.pages) != 4 * layout.pages_for(end - start):
             return f"the grant has {len(grant.pages) / 4:g} pages for {end - start} tokens"
@@ -94,7 +94,7 @@ class PrefillTicket:
         tokens_done: int,
         pages: Sequence[int],
         state_slot: int,
-        layout: PageLayout,
+        layout: TicketLayout,
         cached: CachedPages | None = None,
     ) -> list[Batch]:
         """What became final with `tokens_done` prompt tokens in the page table `pages`.
@@ -107,9 +107,9 @@ class PrefillTicket:
         _, grant = self.told
         start, end = grant.token_start, grant.token_end
         self.computed = max(self.computed, min(tokens_done, end))
-        whole = max(0, self.computed - start) // layout.page_tokens if layout.layers else 0
+        whole = layout.whole_pages(max(0, self.computed - start))
         ready = len(self.targets) if self.computed >= end else whole
-        first = start // layout.page_tokens
+        first = layout.whole_pages(start)
         source = np.array(pages[first + self.pushed : first + ready], dtype=np.uint32)
         target = self.targets[self.pushed : ready]
         if len(source) != len(target):
@@ -141,7 +141,7 @@ class PrefillTicket:
         """Whether everything has been pushed and the first token is known."""
         return self.computed_all and self.hand_off is not None and not self.wants_state
 
-    def landed_bell(self, layout: PageLayout) -> Doorbell:
+    def landed_bell(self, layout: TicketLayout) -> Doorbell:
         """The good doorbell, still without checksums."""
         _, grant = self.told
         return Doorbell(

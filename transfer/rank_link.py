@@ -39,6 +39,7 @@ class RankLink:
         self.heart = Heart(new.key, setup.options, now)
         # A peer that dies meanwhile is found out by its control stream; this is for one that never gets on.
         self.deadline = now + 4 * setup.options.handshake_s
+        self.peer_units = {entry.pool: entry.nbytes // entry.unit_bytes for entry in new.offer.pools}
         self._offer = new.offer
         self._pools = setup.pools
         self._fds = new.fds
@@ -155,7 +156,7 @@ def _hardware(setup: LinkSetup, new: NewLink) -> Offered | None:
     """What lies between our pages and the peer's, as far as both are on this host and one is on a GPU."""
     if new.plan is None or new.plan.scope == "network":
         return None
-    if setup.pools.pages.memory == "cuda":
+    if setup.pools.memory == "cuda":
         return offered(setup.gpu, new.offer.gpu)
     # Our GPU reads our host memory, and that is the narrow part wherever it writes to.
     return offered(setup.gpu, None) if new.offer.gpu is not None else None

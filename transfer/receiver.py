@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
 from kvrail.transfer.granted_ticket import PeerLink, Ticket, ticket_gauges
-from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.pages import PagePool
+from kvrail.transfer.layout import TicketLayout
 from kvrail.transfer.tickets import (
     CeState,
     Fence,
@@ -41,7 +41,21 @@ from kvrail.transfer.wire import (
     TicketBeat,
 )
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "TicketPool"]
+
+
+class TicketPool(Protocol):
+    """What the ledger asks of whoever owns the pages: `pages.PagePool`, or another engine's allocator."""
+
+    pages: int
+    state_slots: int
+
+    def match(self, owner: str, keys: Sequence[bytes]) -> list[int]: ...
+    def allocate(self, owner: str, count: int, *, keep_reserve: bool = False) -> list[int]: ...
+    def allocate_state(self, owner: str) -> int: ...
+    def release(self, owner: str) -> None: ...
+    def quarantine(self, owner: str) -> None: ...
+    def release_quarantined(self, owner: str) -> None: ...
 
 
 class Receiver:
@@ -55,8 +69,8 @@ class Receiver:
 
     def __init__(
         self,
-        pool: PagePool,
-        layout: PageLayout,
+        pool: TicketPool,
+        layout: TicketLayout,
         *,
         incarnation: bytes,
         rank: int,
@@ -169,12 +183,14 @@ class Receiver:
         keys: Sequence[bytes] = (),
         verify: bool = False,
         ticket_id: bytes = b"",
+        token_start: int = 0,
     ) -> Ticket:
         """Reserve what the pool lacks of a prompt of `tokens` tokens, and send the grant. Zero pages are legal.
 
         `keys` name the prompt's full pages: those that the pool has already are not asked for. They are pinned for
         the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
-        `ticket_id`: one of `reserve_id`, never used before; without it the ticket gets a new one.
+        Without keys, tokens from `token_start` (a page boundary) on are asked for. `ticket_id`: one of `reserve_id`, or
+        one that both sides were told, never used before; without it the ticket gets a new one. ValueError when it is open.
         Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or its
         share is too small, be it for want of what it holds unproven.
         """
@@ -184,11 +200,11 @@ class Receiver:
         if len(keys) * self._layout.page_tokens > tokens:
             raise ValueError(f"{tokens} tokens do not fill {len(keys)} pages")
         if ticket_id and self._find(ticket_id) is not None:
-            raise ValueError("a ticket of this id is open")
+            raise ValueError(f"ticket {ticket_id.hex()} is in use")
         ticket_id = ticket_id or self._random(16)
         owner = owner_of(ticket_id)
         # Before anything is allocated, which may evict what nobody has pinned.
-        start = len(self._pool.match(owner, keys)) * self._layout.page_tokens
+        start = len(self._pool.match(owner, keys)) * self._layout.page_tokens if keys else token_start
         try:
             pages, slot = self._reserve(known, owner, self._layout.pages_for(tokens - start))
         except (NoPages, LinkLost):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import TicketLayout
 from kvrail.transfer.prefill_ticket import CachedPages, PrefillTicket, ticket_gauges
 from kvrail.transfer.ticket_memory import Fate, TicketMemory, refused_call
 from kvrail.transfer.tickets import (
@@ -58,7 +58,7 @@ class Sender:
 
     def __init__(
         self,
-        layout: PageLayout,
+        layout: TicketLayout,
         *,
         incarnation: bytes,
         rank: int,
@@ -142,8 +142,8 @@ class Sender:
 
     # --- prefill calls ----------------------------------------------------------------------------------------
 
-    def prefill(self, now: float, request_id: str, ticket_id: bytes) -> None:
-        """A prefill call came in, before or after its grant."""
+    def prefill(self, now: float, request_id: str, ticket_id: bytes, *, meet_s: float | None = None) -> None:
+        """A prefill call came in, before or after its grant, for which it waits `meet_s` (default: the ledger's)."""
         ticket = self._tickets.get(ticket_id)
         if ticket is not None and ticket.request_id is not None:
             self.counters["duplicate_calls"] += 1
@@ -160,8 +160,14 @@ class Sender:
             self._memory.remember(ticket_id, "refused")
             self._emit(refused_call(request_id, _FULL, 429))
         else:
-            deadline = now + self._meet_s
+            deadline = now + (self._meet_s if meet_s is None else meet_s)
             self._tickets[ticket_id] = PrefillTicket(ticket_id, PeState.CALLED, deadline, request_id)
+
+    def hurry(self, now: float, ticket_id: bytes) -> None:
+        """The prefill is done: if its grant is not here yet, it must come within the ledger's time."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is not None and ticket.state is PeState.CALLED:
+            ticket.deadline = min(ticket.deadline, now + self._meet_s)
 
     def abort(self, now: float, request_id: str, reason: str) -> None:
         """The caller of a prefill went away. Unknown requests are ignored."""

@@ -37,7 +37,7 @@ __all__ = [
     "unpack_u32",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HAND_OFF_VERSION = 1
 
 

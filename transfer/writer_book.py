@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import TicketLayout
 from kvrail.transfer.prefill_ticket import Batch, PrefillTicket
 from kvrail.transfer.tickets import (
     DropWriter,
@@ -43,7 +43,7 @@ class WriterBook:
         writer = self._open(now, ticket)
         self._emit(Push(ticket.told[0], writer, batch.pool, batch.source, batch.target, batch.cached))
 
-    def ring(self, now: float, ticket: PrefillTicket, layout: PageLayout) -> None:
+    def ring(self, now: float, ticket: PrefillTicket, layout: TicketLayout) -> None:
         """The good doorbell behind everything that was pushed."""
         link, grant = ticket.told
         writer = self._open(now, ticket)

@@ -14,20 +14,24 @@ from pathlib import Path
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["ApiKeys", "bearer", "bearer_header", "load_cluster_token", "token_matches"]
+__all__ = ["ApiKeys", "bearer", "bearer_header", "cluster_token", "load_cluster_token", "token_matches"]
 
 _SHORTEST_TOKEN = 16
 
 
 def load_cluster_token(config: LaunchConfig) -> bytes:
-    """The cluster token: from --token-file, else the one of this user on this machine, made on first use.
+    """The cluster token of these settings: see `cluster_token`."""
+    return cluster_token(config.token_file, config.resolved_runtime_dir())
 
-    The made one lies in the runtime folder with mode 0600. Raises ConfigError for a token that is too short, or
-    a file that others can read.
+
+def cluster_token(token_file: str | None, directory: Path) -> bytes:
+    """The cluster token: from `token_file`, else the one of this user on this machine, made on first use.
+
+    The made one lies in the runtime folder `directory` with mode 0600. Raises ConfigError for a token that is too
+    short, or a file that others can read.
     """
-    if config.token_file:
-        return _read_token(Path(config.token_file))
-    directory = config.resolved_runtime_dir()
+    if token_file:
+        return _read_token(Path(token_file))
     path = directory / "cluster-token"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.gguf_files import convert_gguf
 from kvrail.runtime.model import PagedModel
 from kvrail.transfer.errors import LayoutMismatch
+from kvrail.transfer.layout import require_equal
 
 
 def _write_gguf(path, model, *, quantize=None, extra=None):
@@ -239,7 +240,7 @@ def test_full_layers_in_pages_windowed_ones_in_the_slot(
     other = msgspec.structs.replace(layout, window=layout.window + 1, state_bytes=layout.state_bytes + 8)
     assert other.fingerprint != layout.fingerprint
     with pytest.raises(LayoutMismatch) as found:
-        layout.require_equal(other)
+        require_equal(layout, other)
     assert set(found.value.fields) == {"window", "state_bytes"}
 
 

@@ -75,7 +75,7 @@ class Server:
             "--model",
             str(model),
         ]
-        if role == "pe" and "--hicache-size-gb" not in flags:
+        if role == "pe" and "--hicache-size-gb" not in flags and "vllm" not in flags:
             # Tests start many: a cache of the usual size would be their largest part.
             command += ["--hicache-size-gb", "0.06"]
         command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]

@@ -25,7 +25,7 @@ from kvrail.transfer.handshake import (
     accepting,
     dialing,
 )
-from kvrail.transfer.layout import PageLayout
+from kvrail.transfer.layout import PageLayout, require_equal
 from kvrail.transfer.link_events import LinkKey
 from kvrail.transfer.wire import PROTOCOL_VERSION
 
@@ -65,7 +65,7 @@ class Talk(NamedTuple):
 
 
 def judge_layout(key: LinkKey, made: Offer, fds: tuple[int, ...]) -> Accept:
-    LAYOUT.require_equal(made.layout)
+    require_equal(LAYOUT, made.layout)
     return Accept(scope="all", address=b"worker address of the pe")
 
 

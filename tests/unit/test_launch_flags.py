@@ -211,7 +211,7 @@ def test_help_has_every_setting_in_a_named_group(capsys: pytest.CaptureFixture[s
     assert end.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(LaunchConfig):
-        assert "--" + field.name.replace("_", "-") in text
+        assert ("-- ARGUMENT" if field.name == "vllm_args" else "--" + field.name.replace("_", "-")) in text
     for group in ("Role and model", "Addresses", "Links and lanes"):
         assert group in text
 

@@ -24,12 +24,16 @@ from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LinkKey, LinkOptions, LinkRefusal
 from kvrail.transfer.listener import Listener
-from kvrail.transfer.memory import SEALS
+from kvrail.transfer.memory import PAGE_POOL, PROBE_POOL, SEALS
 
 TOKEN = b"t" * 32
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
 LAYOUT = PageLayout(model_id="m", layers=2, kv_heads=2, head_dim=32, dtype="float32", page_tokens=64)
-POOLS = SimpleNamespace(pages=SimpleNamespace(memory="host"), probe=SimpleNamespace(unit_bytes=4096))
+PROBE = SimpleNamespace(unit_bytes=4096)
+PAGES_HERE = SimpleNamespace(unit_bytes=LAYOUT.unit_bytes)
+POOLS = SimpleNamespace(
+    memory="host", probe=PROBE, by_id=lambda: [(PAGE_POOL, PAGES_HERE), (PROBE_POOL, PROBE)]
+)
 
 
 class Link:

@@ -81,6 +81,16 @@ void DeviceMemory::write(std::uint64_t offset, const void* from, std::uint64_t n
   copy(offset, nbytes, reinterpret_cast<std::uint64_t>(from), true);
 }
 
+ExportedMemory export_memory(const CudaDevice& device, std::uint64_t address) {
+  CudaScope scope(device);
+  CuAddress start;
+  std::size_t size;
+  device.driver().check(device.driver().address_range(&start, &size, address), "cuMemGetAddressRange");
+  CuIpcHandle handle;
+  device.driver().check(device.driver().ipc_handle(&handle, start), "cuIpcGetMemHandle");
+  return {{handle.bytes, sizeof handle.bytes}, address - start};
+}
+
 PinnedMemory::PinnedMemory(std::shared_ptr<CudaDevice> device, std::uint64_t address, std::uint64_t nbytes)
     : device_(std::move(device)), address_(address), nbytes_(nbytes) {
   const CudaDriver& driver = device_->driver();

@@ -57,6 +57,13 @@ class PinnedMemory {
 };
 
 // Part of a peer's DeviceMemory. Closed when no pool and no copy needs it any more.
+// How another process maps an allocation that somebody else made here, and where in it the address asked for lies.
+struct ExportedMemory {
+  std::string handle;
+  std::uint64_t offset;
+};
+ExportedMemory export_memory(const CudaDevice& device, std::uint64_t address);
+
 class PeerMemory {
  public:
   PeerMemory(std::shared_ptr<CudaDevice> device, std::string handle, std::uint64_t offset, std::uint64_t nbytes);

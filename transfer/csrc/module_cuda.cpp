@@ -123,6 +123,13 @@ void bind_cuda(nb::module_& m) {
           },
           "address"_a, "nbytes"_a, ReleaseGil())
       .def(
+          "export_memory",
+          [](const PyCudaDevice& self, std::uint64_t address) {
+            const ExportedMemory exported = export_memory(*self.device, address);
+            return nb::make_tuple(to_bytes(exported.handle), exported.offset);
+          },
+          "address"_a)
+      .def(
           "record",
           [](PyCudaDevice& self, std::uint64_t stream) { return PyFence{self.device->record(stream_at(stream))}; },
           "stream"_a)

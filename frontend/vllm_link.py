@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A front's connection to its vLLM server: HTTP over a Unix socket, and what the server last said of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvrail.runtime.vllm.spec import STATE_ROUTE, ServerState
+
+__all__ = ["VllmLink"]
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.5
+# Longer than the server's event loop is ever busy with one thing, such as a long text to tokenise.
+_ANSWER_S = 10.0
+
+
+class VllmLink:
+    """The server behind `socket`. `state` is None until it serves; `trouble` says why."""
+
+    def __init__(self, socket: Path, status_file: Path) -> None:
+        # Bodies may take as long as they take; that the server is alive, its state says.
+        self.client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(
+                uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            ),
+            base_url="http://vllm",
+            timeout=httpx.Timeout(None, connect=5.0),
+        )
+        self.state: ServerState | None = None
+        self.trouble = "the model is loading"
+        self._status_file = status_file
+        self._was_ready = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> VllmLink:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.client.aclose()
+
+    def connector(self) -> dict[str, Any]:
+        """What the connector last wrote of its links; empty when there is none."""
+        try:
+            found = json.loads(self._status_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    async def metrics(self) -> bytes:
+        """vLLM's own metrics, or nothing when it does not answer."""
+        try:
+            response = await self.client.get("/metrics", timeout=_ANSWER_S, follow_redirects=True)
+        except httpx.HTTPError:
+            return b""
+        return response.content if response.is_success else b""
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                response = await self.client.get(STATE_ROUTE, timeout=_ANSWER_S)
+                response.raise_for_status()
+                self.state = msgspec.msgpack.decode(response.content, type=ServerState)
+                self.trouble = ""
+                if not self._was_ready:
+                    self._was_ready = True
+                    card = self.state.card
+                    _log.info("vLLM %s is ready: longest context %d tokens", card.version, card.max_model_len)
+            except (httpx.HTTPError, msgspec.MsgspecError) as error:
+                self.state = None
+                if self._was_ready:
+                    trouble = f"vLLM does not answer: {type(error).__name__} {error}".rstrip()
+                    if trouble != self.trouble:
+                        _log.warning("%s", trouble)
+                    self.trouble = trouble
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A completion engine's view of its prefill engines: who they are, whose link is up, and the call of one of them.
+
+Each URL is asked about once a second. What is found goes to the connector as a file with addresses: it keeps a link to
+each, and writes into another file how they are. A prompt goes only where the link is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvrail.runtime.control.auth import bearer_header
+from kvrail.runtime.control.routing import PeerKey, PeerView, Policy, RankView, choose
+from kvrail.runtime.errors import Unavailable
+from kvrail.runtime.vllm.counters import SplitCounters
+from kvrail.runtime.vllm.spec import CARD_ROUTE, PREFILL_ROUTE, EngineCard, FirstToken, PeerState, PrefillCall
+
+__all__ = ["Peer", "PeerCalls", "PrefillRefused"]
+
+_log = logging.getLogger(__name__)
+_POLL_S = 1.0
+_BACK_OFF_LIMIT_S = 10.0
+_STATUS_S = 0.25
+# An engine that says nothing for so long has lost its calls. A frozen one is found out sooner, by the link.
+_SILENT_S = 8.0
+# The answer comes when the prompt is prefilled, which takes as long as it takes: the link says whether anyone works.
+_CALL_TIMEOUT = httpx.Timeout(None, connect=3.0)
+_UNBOUNDED = 2**31
+
+
+class PrefillRefused(Exception):
+    """A prefill engine did not answer a call with a token. The text says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A prefill engine as a request goes to it: its front's URL, and where its connector listens."""
+
+    key: PeerKey
+    url: str
+    host: str
+    port: int
+
+
+class PeerCalls:
+    """Watches the prefill engines at `urls` and calls them."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: bytes,
+        client: httpx.AsyncClient,
+        counters: SplitCounters,
+        *,
+        version: str,
+        model: str,
+        routing: Policy,
+        status_file: Path,
+        peers_file: Path,
+    ) -> None:
+        self.version, self.model = version, model
+        self.trouble: dict[str, str] = dict.fromkeys((url.rstrip("/") for url in urls), "not asked yet")
+        self._headers = bearer_header(token)
+        self._client = client
+        self._counters = counters
+        self._routing = routing
+        self._status_file, self._peers_file = status_file, peers_file
+        self._cards: dict[str, EngineCard] = {}
+        self._heard: dict[str, float] = {}
+        self._here: Counter[PeerKey] = Counter()
+        self._others: dict[PeerKey, int] = {}
+        self._links: dict[str, tuple[str, str]] = {}
+        self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._tell_connector()
+        self._tasks = [asyncio.create_task(self._watch(url)) for url in self.trouble]
+        self._tasks.append(asyncio.create_task(self._watch_links()))
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def states(self) -> tuple[PeerState, ...]:
+        """How each of them is."""
+        found = []
+        for url, trouble in self.trouble.items():
+            card = self._cards.get(url)
+            if card is not None and not trouble:
+                how, reason = self._links.get(card.address, ("connecting", ""))
+                trouble = "" if how == "up" else f"link is {how}{f': {reason}' if reason else ''}"
+            if card is None:
+                found.append(PeerState(url=url, trouble=trouble))
+                continue
+            load = self._load(url, card)
+            state = PeerState(url=url, trouble=trouble, address=card.address, load=load, limit=card.limit)
+            found.append(state)
+        return tuple(found)
+
+    def choose(self, affinity: bytes) -> Peer | None:
+        """The engine to prefill a prompt, or None when none can now."""
+        views = [
+            PeerView(_key(card), url, url, self._load(url, card), card.limit)
+            for url, card in self._cards.items()
+            if not self.trouble[url]
+        ]
+        up = frozenset(v.key for v in views if self._links.get(self._cards[v.url].address, ("",))[0] == "up")
+        try:
+            route = choose(
+                policy=self._routing,
+                affinity=affinity,
+                ranks=[RankView(0, 0, _UNBOUNDED, up)],
+                peers=views,
+                local_prefill="never",
+                short=False,
+            )
+        except Unavailable:
+            return None
+        if route is None or route.peer is None:
+            return None
+        host, _, port = self._cards[route.peer.url].address.rpartition(":")
+        return Peer(route.peer.key, route.peer.url, host.strip("[]"), int(port))
+
+    async def prefill(self, peer: Peer, call: PrefillCall) -> FirstToken:
+        """Token 1. Cancelling it ends the prefill there. Raises PrefillRefused."""
+        self._here[peer.key] += 1
+        task = asyncio.current_task()
+        assert task is not None
+        calls = self._calls.setdefault(peer.url, set())
+        calls.add(task)
+        try:
+            response = await self._client.post(
+                f"{peer.url}{PREFILL_ROUTE}",
+                content=msgspec.msgpack.encode(call),
+                headers={**self._headers, "Content-Type": "application/msgpack"},
+                timeout=_CALL_TIMEOUT,
+            )
+            if not response.is_success:
+                self._counters.calls.labels("refused").inc()
+                raise PrefillRefused(f"{peer.url}: HTTP {response.status_code}: {_said(response)}")
+            first = msgspec.msgpack.decode(response.content, type=FirstToken)
+        except httpx.HTTPError as error:
+            self._counters.calls.labels("unreachable").inc()
+            raise PrefillRefused(f"{peer.url}: {type(error).__name__} {error}".rstrip()) from None
+        except msgspec.MsgspecError as error:
+            self._counters.calls.labels("refused").inc()
+            raise PrefillRefused(f"{peer.url}: the answer cannot be read: {error}") from None
+        except asyncio.CancelledError:
+            # Two may cancel: who wants no token any more, and who found that nobody is there to give one.
+            if time.monotonic() - self._heard.get(peer.url, 0.0) > _SILENT_S and task.uncancel() == 0:
+                self._counters.calls.labels("unreachable").inc()
+                raise PrefillRefused(f"{peer.url} has said nothing for {_SILENT_S:g} s") from None
+            raise
+        finally:
+            calls.discard(task)
+            self._here[peer.key] -= 1
+            if not self._here[peer.key]:
+                del self._here[peer.key]
+        self._counters.calls.labels("accepted").inc()
+        return first
+
+    def _load(self, url: str, card: EngineCard) -> int:
+        return self._others.get(_key(card), 0) + self._here[_key(card)]
+
+    async def _watch(self, url: str) -> None:
+        wait_s = _POLL_S
+        while True:
+            try:
+                self._take(url, await self._ask(url))
+                wait_s = _POLL_S
+            except (
+                httpx.HTTPError,
+                httpx.InvalidURL,
+                msgspec.MsgspecError,
+                PermissionError,
+                ValueError,
+            ) as error:
+                self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
+                wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
+            except Exception:
+                _log.exception("prefill engine %s could not be asked", url)
+                wait_s = _BACK_OFF_LIMIT_S
+            if time.monotonic() - self._heard.get(url, 0.0) > _SILENT_S:
+                for task in self._calls.get(url, ()):
+                    task.cancel()
+            # Jitter: many completion engines must not ask a restarted prefill engine in step.
+            await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
+
+    async def _ask(self, url: str) -> EngineCard:
+        response = await self._client.get(f"{url}{CARD_ROUTE}", headers=self._headers, timeout=5.0)
+        if response.status_code in (401, 403):
+            raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
+        if response.status_code == 404:
+            raise ValueError("it is no prefill engine with --engine vllm")
+        if response.status_code == 503:
+            raise ValueError(_said(response))
+        response.raise_for_status()
+        return msgspec.msgpack.decode(response.content, type=EngineCard)
+
+    def _take(self, url: str, card: EngineCard) -> None:
+        self._heard[url] = time.monotonic()
+        old = self._cards.get(url)
+        if old is not None and _key(old) != _key(card):
+            self._others.pop(_key(old), None)
+        self._cards[url] = card
+        self._others[_key(card)] = max(0, card.load - self._here[_key(card)])
+        trouble = ""
+        if card.version != self.version:
+            trouble = f"it runs vLLM {card.version}, and this engine {self.version}"
+        elif card.model != self.model:
+            trouble = "it serves another model, or the same in another number type"
+        self._note(url, trouble)
+        if old is None or old.address != card.address or old.incarnation != card.incarnation:
+            self._tell_connector()
+
+    def _note(self, url: str, trouble: str) -> None:
+        """Log a change of a URL's state once."""
+        if trouble != self.trouble[url]:
+            if trouble:
+                _log.warning("prefill engine %s cannot be used: %s", url, trouble)
+            else:
+                _log.info("prefill engine %s answers", url)
+            self.trouble[url] = trouble
+
+    def _tell_connector(self) -> None:
+        addresses = sorted({card.address for card in self._cards.values()})
+        aside = self._peers_file.with_suffix(".new")
+        aside.write_text(json.dumps(addresses))
+        os.replace(aside, self._peers_file)
+
+    async def _watch_links(self) -> None:
+        seen = 0
+        while True:
+            try:
+                changed = self._status_file.stat().st_mtime_ns
+                if changed != seen:
+                    links = json.loads(self._status_file.read_text()).get("links", ())
+                    self._links = {x["address"]: (x["state"], x.get("reason", "")) for x in links}
+                    seen = changed
+            except (OSError, ValueError, KeyError, TypeError):
+                self._links = {}
+            await asyncio.sleep(_STATUS_S)
+
+
+def _key(card: EngineCard) -> PeerKey:
+    return (bytes.fromhex(card.incarnation), 0)
+
+
+def _said(response: httpx.Response) -> str:
+    """The message of an error body of ours."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine's worker: pushes the blocks that vLLM has computed into the blocks that a CE has granted.
+
+vLLM prefills whether the grant is here or not; what it computed before goes out when the grant comes. A finished
+request's blocks are vLLM's again (`sent`) when its ticket is over: pushed, refused, cancelled, or not granted in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.runtime.vllm.kv_tensors import Geometry
+from kvrail.runtime.vllm.meta import Chunk, Finished, StepFacts
+from kvrail.runtime.vllm.results import Results
+from kvrail.transfer.errors import LinkLost
+from kvrail.transfer.foreign_pool import ForeignPools
+from kvrail.transfer.layout import BlockLayout
+from kvrail.transfer.link_events import (
+    LinkDown,
+    LinkEvent,
+    LinkKey,
+    LinkRefusal,
+    LinkUp,
+    PeerBeat,
+    Proven,
+    Received,
+    WriterEvent,
+)
+from kvrail.transfer.links import Links
+from kvrail.transfer.planner import Planner, count_runs
+from kvrail.transfer.sender import Sender
+from kvrail.transfer.tickets import (
+    AbortPrefill,
+    DropWriter,
+    OpenWriter,
+    PrefillEnded,
+    Push,
+    ReleaseSource,
+    RenewWriter,
+    Ring,
+    Send,
+    SenderEffect,
+    StartPrefill,
+    StopWriter,
+)
+from kvrail.transfer.wire import Beat, Grant, HandOff, encode, unpack_u32
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["Pushing"]
+
+_log = logging.getLogger(__name__)
+_U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """One request, from its call to vLLM's hearing that its blocks are free.
+
+    `wanted`: the tokens that its grant covers, once it has started. `pages` as of the last step that was told.
+    """
+
+    request_id: str
+    ticket: bytes
+    tokens: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    after: _ucx.CudaFence | None = None
+    wanted: tuple[int, int] | None = None
+    finished: Finished | None = None
+    released: bool = False
+
+
+class _Open(NamedTuple):
+    """A writer of the ledger's, and for what it is."""
+
+    native: _ucx.Writer
+    link: LinkKey
+    ticket: bytes
+
+
+class Pushing:
+    """The role of a PE worker; used by the service thread only."""
+
+    def __init__(
+        self,
+        *,
+        links: Links,
+        sender: Sender,
+        pools: ForeignPools,
+        layout: BlockLayout,
+        geometry: Geometry,
+        results: Results,
+    ) -> None:
+        self._links = links
+        self._sender = sender
+        self._pools = pools
+        self._layout = layout
+        self._geometry = geometry
+        self._results = results
+        self._requests: dict[str, _Sending] = {}
+        self._grants: dict[bytes, tuple[LinkKey, _U32]] = {}
+        self._planners: dict[LinkKey, Planner] = {}
+        self._writers: dict[int, _Open] = {}
+        self._written: dict[int, int] = {}
+        self.counters: Counter[str] = Counter()
+
+    # --- what comes in ----------------------------------------------------------------------------------------
+
+    def handle(self, now: float, facts: StepFacts, after: _ucx.CudaFence | None = None) -> None:
+        """Facts of one step; its chunks are computed when `after` is done."""
+        for call in facts.calls:
+            if call.request_id not in self._requests:
+                self._requests[call.request_id] = _Sending(call.request_id, call.ticket, call.tokens)
+                # Until it is finished nothing is held that vLLM could use, so it may wait as long as that takes.
+                self._sender.prefill(now, call.request_id, call.ticket, meet_s=math.inf)
+                self._carry_out(now)
+        for chunk in facts.chunks:
+            self._on_chunk(now, chunk, after)
+        for finished in facts.finished:
+            self._on_finished(now, finished)
+        self._carry_out(now)
+
+    def on_link(self, now: float, event: LinkEvent) -> None:
+        """Something happened on a link."""
+        sender = self._sender
+        match event:
+            case LinkUp(key, epoch, lane):
+                self._planners[key] = Planner.of(lane.probes)
+                sender.link_up(now, key, epoch)
+            case LinkDown(key, epoch, reason):
+                self._planners.pop(key, None)
+                sender.link_down(now, key, epoch, reason)
+            case LinkRefusal(_, reason):
+                _log.warning("no link: %s", reason)
+            case Proven(key, epoch):
+                sender.proven(key, epoch)
+            case Received(key, message):
+                if isinstance(message, Grant):
+                    self._grants[message.ticket] = (key, unpack_u32(message.pages))
+                sender.on_message(now, key, message)
+            case PeerBeat(key, beat):
+                sender.on_beat(now, key, beat)
+            case WriterEvent(_, _, "progress", writer):
+                sender.on_progress(now, writer)
+            case WriterEvent(_, _, "rung", writer):
+                sender.on_rung(now, writer)
+            case WriterEvent(_, _, "quiet", writer, ok, reason):
+                sender.on_quiet(now, writer, ok, reason)
+            case WriterEvent(_, _, "failed", writer, _, reason):
+                sender.on_failed(now, writer, reason)
+            case _:
+                pass
+        self._carry_out(now)
+
+    def tick(self, now: float) -> None:
+        """Timers, and what the ledger wants done."""
+        for writer, entry in self._writers.items():
+            if entry.native.done != self._written.get(writer, 0):
+                self._written[writer] = entry.native.done
+                self._sender.on_progress(now, writer)
+        self._sender.reap(now)
+        self._carry_out(now)
+        if len(self._grants) > 4096:  # Grants whose calls never came have long been refused by the ledger.
+            live = {request.ticket for request in self._requests.values()}
+            self._grants = {ticket: pages for ticket, pages in self._grants.items() if ticket in live}
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do next."""
+        return self._sender.next_deadline()
+
+    def beat(self, steps: int) -> None:
+        """Each link hears how far its tickets are."""
+        for key in self._planners:
+            self._links.set_beat(
+                key, Beat(steps=steps, state="serving", tickets=self._sender.beat_tickets(key))
+            )
+
+    def preempted(self, request_ids: list[str]) -> None:
+        """vLLM takes their blocks, to compute them anew later: what stands there is not to be pushed any more."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.computed, request.pages = 0, []
+
+    def unread(self, request_id: str) -> bool:
+        """Whether nothing of this request's blocks is being read: all that was posted is written."""
+        request = self._requests.get(request_id)
+        own = [one.native for one in self._writers.values() if request and one.ticket == request.ticket]
+        return all(writer.done + writer.failed >= writer.posted for writer in own)
+
+    def give_up(self, now: float, request_ids: list[str]) -> None:
+        """vLLM takes the blocks of these back, although they are being read: their KV cannot be right."""
+        for request_id in request_ids:
+            self._sender.abort(now, request_id, "vLLM preempted it while it was read")
+        self._carry_out(now)
+
+    def abandon(self) -> None:
+        """Links and ledger are gone: nothing is read any more, and nothing more will be sent."""
+        for request in list(self._requests.values()):
+            request.released = True
+            self._settle(request)
+
+    def refuse(self, facts: StepFacts) -> None:
+        """After `abandon`: what vLLM still tells is answered at once."""
+        for finished in facts.finished:
+            self._requests.pop(finished.request_id, None)
+            self._results.sent(finished.request_id)
+
+    def gauges(self) -> dict[str, int]:
+        """All zero at idle."""
+        return {**self._sender.gauges(), "sending": len(self._requests), "writers_open": len(self._writers)}
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _on_chunk(self, now: float, chunk: Chunk, after: _ucx.CudaFence | None) -> None:
+        request = self._requests.get(chunk.request_id)
+        if request is None or request.finished is not None:
+            return
+        request.computed, request.pages, request.after = chunk.computed, chunk.pages, after
+        self._feed(now, request)
+
+    def _on_finished(self, now: float, finished: Finished) -> None:
+        request = self._requests.get(finished.request_id)
+        if request is None:
+            call = finished.call
+            if call is None:
+                # Nobody has a ticket for it, or its ticket was over before.
+                self._results.sent(finished.request_id)
+                return
+            request = _Sending(call.request_id, call.ticket, call.tokens)
+            self._requests[call.request_id] = request
+            self._sender.prefill(now, call.request_id, call.ticket)
+        request.finished = finished
+        if finished.token is None:
+            self._sender.abort(now, request.request_id, "the prefill was aborted")
+        else:
+            request.computed = max(request.computed, finished.computed)
+            request.pages = finished.pages
+            self._feed(now, request)
+            self._sender.hurry(now, request.ticket)
+        self._settle(request)
+
+    def _feed(self, now: float, request: _Sending) -> None:
+        """Tell the ledger what is computed, when the ticket has begun."""
+        if request.wanted is None or request.released:
+            return
+        if fault := self._fault(request):
+            self._sender.prefill_failed(now, request.ticket, fault)
+            return
+        if request.computed:
+            self._sender.computed(now, request.ticket, request.computed, request.pages)
+        finished = request.finished
+        if finished is not None and finished.token is not None:
+            # It does not say that the answer ends here: whoever routes hears that from vLLM, and the KV may be wanted.
+            record = HandOff(first_token=finished.token, seed=0, next_position=request.tokens)
+            self._sender.first_token(now, request.ticket, record)
+
+    def _fault(self, request: _Sending) -> str:
+        """Why its blocks cannot go where the grant wants them, or ""."""
+        assert request.wanted is not None
+        start, end = request.wanted
+        key, targets = self._grants[request.ticket]
+        ready = min(request.computed, end)
+        if ready <= start:
+            return ""
+        theirs, layout = self._links.peer_units(key), self._layout
+        for (pool_id, _), part in zip(self._pools.page_pools(), self._geometry.ranges, strict=True):
+            if int(targets.max()) >= theirs[pool_id] // part.tensors:
+                return f"the grant names block {targets.max()}, which the completion engine does not have"
+        count = len(targets) if ready >= end else layout.whole_pages(ready - start)
+        first = layout.whole_pages(start)
+        source = np.array(request.pages[first : first + count], dtype=np.uint32)
+        if len(source) < count:
+            return f"{len(request.pages)} blocks hold {request.computed} tokens"
+        missing = np.flatnonzero((source == 0) & (targets[:count] != 0))
+        if len(missing):
+            return f"block {int(missing[0]) // layout.groups} is out of the sliding window here, and wanted there"
+        return ""
+
+    def _settle(self, request: _Sending) -> None:
+        """Report it when both are through with it: vLLM, and the ledger."""
+        known = self._requests.get(request.request_id) is request
+        if known and request.finished is not None and request.released:
+            del self._requests[request.request_id]
+            self._grants.pop(request.ticket, None)
+            self._results.sent(request.request_id)
+
+    def _release(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.released = True
+            self._settle(request)
+
+    # --- the ledger's decisions -------------------------------------------------------------------------------
+
+    def _carry_out(self, now: float) -> None:
+        while effects := self._sender.take_effects():
+            for effect in effects:
+                try:
+                    self._do(now, effect)
+                except LinkLost as error:
+                    # Its LinkDown is on the way and ends every ticket of the link.
+                    _log.debug("not done, the link is gone: %s", error)
+
+    def _do(self, now: float, effect: SenderEffect) -> None:
+        match effect:
+            case Send(link, message):
+                self._links.send(LinkKey(*link), message)
+            case StartPrefill(request_id, ticket, start, end):
+                self._start(now, request_id, ticket, start, end)
+            case AbortPrefill(request_id) | ReleaseSource(request_id):
+                self._release(request_id)
+            case OpenWriter(link, writer, ttl_s, ticket):
+                key = LinkKey(*link)
+                self._writers[writer] = _Open(self._links.writer(key, writer, ttl_s), key, ticket)
+            case RenewWriter(_, writer, ttl_s):
+                if writer in self._writers:
+                    self._writers[writer].native.renew(ttl_s)
+            case Push():
+                self._push(effect)
+            case Ring(_, writer, bell):
+                if writer in self._writers:
+                    self._writers[writer].native.ring(encode(bell))
+            case StopWriter(_, writer):
+                if writer in self._writers:
+                    self._writers[writer].native.stop()
+                else:
+                    self._sender.on_quiet(now, writer, True)
+            case DropWriter(_, writer):
+                self._writers.pop(writer, None)
+                self._written.pop(writer, None)
+            case PrefillEnded(request_id, ok, reason):
+                self._ended(request_id, ok, reason)
+
+    def _start(self, now: float, request_id: str, ticket: bytes, start: int, end: int) -> None:
+        request = self._requests[request_id]
+        request.wanted = (start, end)
+        # A CE that computes the last token of the prompt itself does not ask for it.
+        if not start <= end or request.tokens - end not in (0, 1):
+            reason = f"the prompt has {request.tokens} tokens here, and the grant is for {start} to {end}"
+            self._sender.prefill_failed(now, ticket, reason, status=400)
+            return
+        self._feed(now, request)
+
+    def _ended(self, request_id: str, ok: bool, reason: str) -> None:
+        self.counters["sent" if ok else "unsent"] += 1
+        request = self._requests.get(request_id)
+        if not ok:
+            _log.warning("request %s: its KV was not sent: %s", request_id, reason)
+        if request is not None and request.wanted is None:
+            self._release(request_id)  # It never held anything for the ledger.
+
+    def _push(self, push: Push) -> None:
+        entry = self._writers.get(push.writer)
+        if entry is None:
+            return
+        writer, key, ticket = entry
+        request = next((one for one in self._requests.values() if one.ticket == ticket), None)
+        after = request.after if request is not None else None
+        wanted = push.target != 0
+        source, target = push.source[wanted], push.target[wanted]
+        if not len(target):
+            return
+        units, planner, geometry = self._links.peer_units(key), self._planners.get(key), self._geometry
+        for (pool_id, pool), part in zip(self._pools.page_pools(), geometry.ranges, strict=True):
+            here = geometry.units(source, part.tensors, geometry.blocks)
+            there = geometry.units(target, part.tensors, units[pool_id] // part.tensors)
+            nbytes = len(here) * geometry.unit_bytes
+            way = planner.choose(nbytes, count_runs(here, there)) if planner else None
+            writer.push(pool_id, pool.address, here, there, after=after, way=way or "")
+            self.counters["bytes"] += nbytes
+        self.counters["blocks"] += len(target)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in a vLLM worker: registers its KV tensors, hands each step's facts to the service thread, and reports.
+
+What a step costs is a queue entry and an eventfd write, and nothing at all when nothing concerns other engines.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.results import Outcome
+from kvrail.runtime.vllm.service import Service
+
+if TYPE_CHECKING:
+    from kvrail.transfer import _ucx
+
+__all__ = ["WorkerSide"]
+
+_log = logging.getLogger(__name__)
+# How long a step may wait for pushes out of blocks that vLLM takes back; each takes milliseconds.
+_SETTLE_S = 1.0
+# While requests are parked and nothing runs, vLLM asks again and again, and would keep two cores busy with it. What it
+# asks for wakes it at once; only a request that comes in just then waits this long.
+_IDLE_S = 0.002
+
+
+class WorkerSide:
+    """One a worker, used by vLLM's thread. Before `start` (profiling runs) it does nothing."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self._facts: StepFacts | None = None
+        self._tokens: dict[str, int] = {}
+
+    def start(self, service: Service) -> None:
+        """The KV tensors are registered."""
+        self._service = service
+
+    def before_forward(self, facts: StepFacts) -> None:
+        """A step begins: what does not wait for its forward pass goes out now."""
+        self._facts = facts
+        if self._service is None:
+            return
+        if facts.preempted:
+            self._service.settle(facts.preempted, _SETTLE_S)
+        if facts.early:
+            early = StepFacts(
+                calls=facts.calls, finished=facts.finished, loads=facts.loads, cancelled=facts.cancelled
+            )
+            self._service.post(early)
+
+    def after_forward(self, stream: int | None) -> None:
+        """The forward pass is done (on a GPU: queued on `stream`): what it computed can be pushed behind it."""
+        facts, self._facts = self._facts, None
+        if self._service is None or facts is None:
+            return
+        if facts.idle:
+            self._service.results.wait(_IDLE_S)
+        if not facts.chunks:
+            return
+        after: _ucx.CudaFence | None = None
+        if self._service.cuda is not None and stream is not None:
+            after = self._service.cuda.record(stream)
+        self._service.post(StepFacts(chunks=facts.chunks), after)
+
+    def outcome(self) -> Outcome:
+        """What has happened since the last step. `tokens` are kept for `take_tokens` as well."""
+        if self._service is None:
+            return Outcome()
+        outcome = self._service.results.take()
+        self._tokens = outcome.tokens
+        return outcome
+
+    def take_tokens(self) -> dict[str, int]:
+        """First tokens of the requests in the last outcome."""
+        tokens, self._tokens = self._tokens, {}
+        return tokens
+
+    @property
+    def device(self) -> _ucx.CudaDevice | None:
+        """The GPU that the KV is in; None on a CPU."""
+        return self._service.cuda if self._service is not None else None
+
+    def close(self) -> None:
+        """vLLM shuts down."""
+        if self._service is not None:
+            self._service.close()

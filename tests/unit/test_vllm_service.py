@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transfer thread that fails must not leave vLLM waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kit.vllm_pair import free_port
+from kvrail.runtime.vllm.kv_tensors import TensorView, geometry_of
+from kvrail.runtime.vllm.meta import Call, Finished, Load, StepFacts
+from kvrail.runtime.vllm.results import Outcome
+from kvrail.runtime.vllm.service import Memory, Service
+from kvrail.runtime.vllm.settings import Settings
+from kvrail.runtime.vllm.worker_side import WorkerSide
+from kvrail.transfer.layout import BlockLayout
+
+
+def service(role: str, folder: Path) -> Service:
+    memory = np.zeros((4, 64), np.float32)
+    view = TensorView("l0", memory.ctypes.data, memory.ctypes.data, memory.shape, memory.strides, 4)
+    geometry = geometry_of([view], 4)
+    layout = BlockLayout(page_tokens=16, groups=1, unit_bytes=256, ranges=(1,), order="tensor", facts={})
+    extra: dict[str, Any] = {"runtime_dir": str(folder), "kv_port": free_port(), "peers": ["127.0.0.1:9"]}
+    settings = Settings.of(role, extra)
+    return Service(
+        settings, Memory(layout, geometry, memory), token=b"t" * 32, rank=0, offset=0, ucx_overrides={}
+    )
+
+
+def outcomes(side: WorkerSide, done: Callable[[Outcome], bool]) -> Outcome:
+    added, deadline = Outcome(), time.monotonic() + 20
+    while not done(added):
+        assert time.monotonic() < deadline, added
+        one = side.outcome()
+        added.sent |= one.sent
+        added.received |= one.received
+        added.failed |= one.failed
+        time.sleep(0.01)
+    return added
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_what_is_asked_of_a_thread_that_has_failed_is_answered(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = service(role, tmp_path)
+    side = WorkerSide()
+    side.start(made)
+    ticket = os.urandom(16)
+    load = Load("waits", ticket, ("127.0.0.1", 9), 0, 16, [1])
+    side.before_forward(
+        StepFacts(calls=[Call("waits", ticket, 16)], loads=[load] if role == "kv_consumer" else [])
+    )
+
+    def fail(_: float) -> None:
+        raise RuntimeError("for this test")
+
+    monkeypatch.setattr(made.role, "tick", fail)
+    finished = [Finished(name, 1, 16, [1]) for name in ("waits", "comes")]
+    other = Load("comes", os.urandom(16), ("127.0.0.1", 9), 0, 16, [2])
+    if role == "kv_producer":
+        side.before_forward(StepFacts(finished=finished, preempted=["waits"]))
+        assert outcomes(side, lambda one: len(one.sent) == 2).sent == {"waits", "comes"}
+    else:
+        side.before_forward(StepFacts(loads=[other]))
+        assert outcomes(side, lambda one: len(one.received) == 2).failed == {"waits", "comes"}
+    assert "for this test" in caplog.text
+    side.close()
+    assert not made.alive
