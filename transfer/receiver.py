@@ -190,7 +190,7 @@ class Receiver:
         `keys` name the prompt's full pages: those that the pool has already are not asked for. They are pinned for
         the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
         Without keys, tokens from `token_start` (a page boundary) on are asked for. `ticket_id`: one of `reserve_id`, or
-        one that both sides were told, never used before; without it the ticket gets a new one. ValueError when it is open.
+        one that both sides were told; ValueError when it is in use. Without it the ticket gets a new one.
         Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or its
         share is too small, be it for want of what it holds unproven.
         """
