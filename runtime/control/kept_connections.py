@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP calls from engine to engine, over connections that are kept open between them.
 
-Nothing is ever sent twice: a call that failed may have been heard. (aiohttp repeats only what HTTP calls idempotent, when a
-kept connection turns out to be closed; a POST is not.)
+Nothing is ever sent twice: a call that failed may have been heard. (aiohttp repeats only what HTTP calls idempotent,
+when a kept connection turns out to be closed; a POST is not.)
 """
 
 from __future__ import annotations
