@@ -89,8 +89,6 @@ class Batch {
   }
 
   bool empty() const { return next_ == sources.size(); }
-  // Units not handed out yet, in whole or in part.
-  std::size_t left() const { return sources.size() - next_; }
 
   struct Units {
     const std::uint32_t* sources;
@@ -99,7 +97,8 @@ class Batch {
   };
   // The next units, at most so many.
   Units take_units(std::uint32_t most) {
-    Units units{&sources[next_], &targets[next_], static_cast<std::uint32_t>(std::min<std::size_t>(most, left()))};
+    Units units{&sources[next_], &targets[next_],
+                static_cast<std::uint32_t>(std::min<std::size_t>(most, sources.size() - next_))};
     next_ += units.count;
     return units;
   }

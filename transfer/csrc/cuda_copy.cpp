@@ -9,11 +9,8 @@
 namespace kvrail {
 namespace {
 
-// SMs that a slice takes from what else the GPU does. Over NVLink 10 reach what all do, over PCIe 4 (doc/kernels.md);
-// of two slices at once each needs fewer, and one that is left alone loses little.
-constexpr int kBlocksFromGpu = 8, kBlocksFromHost = 4;
-// A batch of more than this is worth two slices.
-constexpr std::uint64_t kHalveBytes = 16 << 20;
+// SMs that a copy takes from what else the GPU does. Over NVLink 10 reach what all do, over PCIe 4 (doc/kernels.md).
+constexpr int kBlocksFromGpu = 10, kBlocksFromHost = 4;
 // For so few bytes the indices are read faster where they are than copied to the GPU first.
 constexpr std::uint64_t kFewBytes = 256 << 10;
 constexpr std::uint64_t kPlaceBytes = 2 * 32768 * sizeof(std::uint32_t);
@@ -25,19 +22,17 @@ constexpr Nanos kNap = 20 * kMicro;
 
 CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device)
     : device_(std::move(device)),
-      streams_{CudaStream(*device_), CudaStream(*device_)},
+      stream_(*device_),
       uploads_(*device_),
       indices_(*device_, kSlices * kPlaceBytes),
-      mirror_(*device_, kSlices * kPlaceBytes, uploads_),
-      counters_(*device_, kSlices * sizeof(std::uint64_t), uploads_),
+      mirror_(*device_, kSlices * kPlaceBytes, stream_),
+      counter_(*device_, sizeof(std::uint64_t), stream_),
       events_{CudaEvent(*device_), CudaEvent(*device_)},
       uploaded_{CudaEvent(*device_), CudaEvent(*device_)} {
   static_assert(kPlaceBytes == 2 * kSliceUnits * sizeof(std::uint32_t));
 }
 
-CudaCopier::~CudaCopier() {
-  for (const CudaStream& stream : streams_) (void)device_->driver().stream_synchronize(stream.handle());
-}
+CudaCopier::~CudaCopier() { (void)device_->driver().stream_synchronize(stream_.handle()); }
 
 const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::shared_ptr<Batch>& batch) {
   GpuSlice slice;
@@ -48,11 +43,11 @@ const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::sh
     if (batch->way == Way::kernel)
       launch_kernel(*batch, place, slice);
     else
-      launch_copies(*batch, place, slice);
-    events_[place].record(streams_[place].handle());
+      launch_copies(*batch, slice);
+    events_[place].record(stream_.handle());
   } catch (const CudaError&) {
     // Some of its copies may be under way without an event.
-    (void)device_->driver().stream_synchronize(streams_[place].handle());
+    (void)device_->driver().stream_synchronize(stream_.handle());
     throw;
   }
   next_place_ = (place + 1) % kSlices;
@@ -66,8 +61,7 @@ std::uint64_t CudaCopier::slice_bytes(const Batch& batch) {
 
 void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice) {
   const std::uint64_t size = batch.pool->unit_bytes;
-  std::uint64_t fit = std::clamp<std::uint64_t>(slice_bytes(batch) / size, 1, kSliceUnits);
-  if (running_.empty() && batch.left() * size > kHalveBytes) fit = std::min<std::uint64_t>(fit, (batch.left() + 1) / 2);
+  const std::uint64_t fit = std::clamp<std::uint64_t>(slice_bytes(batch) / size, 1, kSliceUnits);
   const Batch::Units units = batch.take_units(static_cast<std::uint32_t>(fit));
   slice.units = units.count;
   slice.nbytes = units.count * size;
@@ -81,7 +75,7 @@ void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice)
     const CudaDriver& driver = device_->driver();
     driver.check(driver.copy(mirror_.address() + at, lists, 2 * width, uploads_.handle()), "cuMemcpyAsync");
     uploaded_[place].record(uploads_.handle());
-    driver.check(driver.stream_wait(streams_[place].handle(), uploaded_[place].handle(), 0), "cuStreamWaitEvent");
+    driver.check(driver.stream_wait(stream_.handle(), uploaded_[place].handle(), 0), "cuStreamWaitEvent");
     lists = mirror_.address() + at;
   }
   std::array<std::uint64_t, 15> arguments{batch.source,
@@ -98,13 +92,13 @@ void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice)
                                           1,
                                           size,
                                           sizeof(std::uint32_t),
-                                          counters_.address() + place * sizeof(std::uint64_t)};
+                                          counter_.address()};
   const int blocks = batch.region->is_host() ? kBlocksFromHost : kBlocksFromGpu;
   device_->launch(device_->kernels().copy, static_cast<unsigned>(std::min(blocks, device_->multiprocessors())),
-                  streams_[place].handle(), arguments);
+                  stream_.handle(), arguments);
 }
 
-void CudaCopier::launch_copies(Batch& batch, std::size_t place, GpuSlice& slice) {
+void CudaCopier::launch_copies(Batch& batch, GpuSlice& slice) {
   const CudaDriver& driver = device_->driver();
   take_slice(batch, slice_bytes(batch), runs_, kSliceRuns);
   for (Run& run : runs_) {
@@ -114,7 +108,7 @@ void CudaCopier::launch_copies(Batch& batch, std::size_t place, GpuSlice& slice)
       std::uint64_t piece = run.nbytes;
       // The driver refuses a copy that reaches from one registration into the next.
       if (batch.region->is_host()) piece = std::min(piece, device_->pinned_until(run.source) - run.source);
-      driver.check(driver.copy(batch.pool->peer->address() + run.target, run.source, piece, streams_[place].handle()),
+      driver.check(driver.copy(batch.pool->peer->address() + run.target, run.source, piece, stream_.handle()),
                    "cuMemcpyAsync");
       run.source += piece;
       run.target += piece;
