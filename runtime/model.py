@@ -269,6 +269,8 @@ def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device) -> A
             checkpoint.folder, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
         return model.eval().to(device)
+    except torch.OutOfMemoryError:
+        raise  # A RuntimeError as well, but nothing is wrong with the weights.
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the weights in {checkpoint.folder} cannot be loaded: {error}") from error
 
