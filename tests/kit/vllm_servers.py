@@ -47,7 +47,8 @@ class VllmServer:
             "kv_connector_module_path": "kvrail.runtime.vllm.connector",
             "kv_role": role,
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"runtime_dir": str(folder / "run"), **extra},
+            # A crowded machine may be late with a heartbeat: a second, not a quarter.
+            "kv_connector_extra_config": {"runtime_dir": str(folder / "run"), "heartbeat_s": 1.0, **extra},
         }
         command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += [
