@@ -38,16 +38,12 @@ from kvrail.runtime.rank_stats import completion_counters, pool_gauges, rank_sta
 from kvrail.runtime.requests import Request, Requests
 from kvrail.runtime.waiting import Waiting
 from kvrail.transfer.errors import LinkLost
+from kvrail.transfer.ledger_events import tell_receiver
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
     LinkKey,
     LinkUp,
-    PeerBeat,
-    Proven,
-    Received,
-    Recovered,
-    Suspect,
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
@@ -173,24 +169,14 @@ class Completion:
     def on_link(self, now: float, event: LinkEvent) -> None:
         """Something happened on a link."""
         self._board.note(event)
-        receiver = self._receiver
         match event:
-            case LinkUp(key, epoch, lane):
+            case LinkUp(key, _, lane):
                 self._landing.link_up(key, lane)
-                receiver.link_up(now, key, epoch, lane.fence)
-            case LinkDown(key, epoch, reason):
+            case LinkDown(key):
                 self._landing.link_down(key)
-                receiver.link_down(now, key, epoch, reason)
-            case Proven(key, epoch, how):
-                receiver.proven(now, key, epoch, how)
-            case Suspect(key):
-                receiver.link_suspect(now, key)
-            case Recovered(key):
-                receiver.link_recovered(key)
-            case Received(key, message):
-                receiver.on_message(now, key, message)
-            case PeerBeat(key, beat):
-                receiver.on_beat(now, key, beat)
+            case _:
+                pass
+        tell_receiver(self._receiver, now, event)
         self._carry_out(now)
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:

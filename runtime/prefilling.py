@@ -24,19 +24,17 @@ from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
 from kvrail.runtime.rank_stats import pool_gauges, rank_stats
 from kvrail.transfer.checksums import pack_checksums, page_checksums
-from kvrail.transfer.errors import LinkLost
+from kvrail.transfer.ledger_events import carry_out, tell_sender
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
     LinkKey,
     LinkUp,
-    PeerBeat,
-    Proven,
-    Received,
     WriterEvent,
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
+from kvrail.transfer.native_writers import NativeWriters
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.sender import Sender
@@ -44,16 +42,13 @@ from kvrail.transfer.tickets import (
     PAGE_POOL,
     AbortPrefill,
     DropWriter,
-    OpenWriter,
     PrefillEnded,
     Push,
     ReleaseSource,
-    RenewWriter,
     Ring,
     Send,
     SenderEffect,
     StartPrefill,
-    StopWriter,
 )
 from kvrail.transfer.wire import Beat, Doorbell, encode, unpack_u32
 
@@ -99,9 +94,7 @@ class Prefilling:
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
         self._planners: dict[LinkKey, Planner] = {}
-        self._writers: dict[int, _ucx.Writer] = {}
-        # Units that each writer had written when we last looked.
-        self._written: dict[int, int] = {}
+        self._writers = NativeWriters(links, sender)
         # When each writer's last push and its doorbell were handed over, which is when the prompt was computed.
         self._rings: dict[int, float] = {}
         # Behind all of the model's work so far; one serves everything that a step has computed.
@@ -141,38 +134,19 @@ class Prefilling:
         """Something happened on a link."""
         self._board.note(event)
         match event:
-            case LinkUp(key, epoch, lane):
+            case LinkUp(key, _, lane):
                 self._planners[key] = Planner.of(lane.probes)
-                self._sender.link_up(now, key, epoch)
-            case LinkDown(key, epoch, reason):
+            case LinkDown(key):
                 self._planners.pop(key, None)
-                self._sender.link_down(now, key, epoch, reason)
-            case Proven(key, epoch):
-                self._sender.proven(key, epoch)
-            case Received(key, message):
-                self._sender.on_message(now, key, message)
-            case PeerBeat(key, beat):
-                self._sender.on_beat(now, key, beat)
-            case WriterEvent():
-                self._on_writer(now, event)
+            case WriterEvent(kind="rung", writer=writer) if writer in self._rings:
+                self._board.count(event.key, unhidden_seconds=now - self._rings.pop(writer))
+            case WriterEvent(kind="failed"):
+                self._board.count(event.key, failures=1)
             case _:
                 pass
+        tell_sender(self._sender, now, event)
         # At once: the next event may build on what this one has caused (a grant behind a link that came up).
         self._carry_out(now)
-
-    def _on_writer(self, now: float, event: WriterEvent) -> None:
-        match event.kind:
-            case "progress":
-                self._sender.on_progress(now, event.writer)
-            case "rung":
-                if event.writer in self._rings:
-                    self._board.count(event.key, unhidden_seconds=now - self._rings.pop(event.writer))
-                self._sender.on_rung(now, event.writer)
-            case "quiet":
-                self._sender.on_quiet(now, event.writer, event.ok, event.reason)
-            case "failed":
-                self._board.count(event.key, failures=1)
-                self._sender.on_failed(now, event.writer, event.reason)
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
         """The model has run one step: push what became final, send first tokens ahead."""
@@ -211,24 +185,14 @@ class Prefilling:
 
     def tick(self, now: float) -> None:
         """Timers, and what the ledger wants done."""
-        # A backlog of pages on a slow lane: its writer tells progress only when all is written, minutes later.
-        for writer, native in self._writers.items():
-            if native.done != self._written.get(writer, 0):
-                self._written[writer] = native.done
-                self._sender.on_progress(now, writer)
+        self._writers.look(now)
         self._sender.reap(now)
         self._carry_out(now)
 
     # --- what goes out ----------------------------------------------------------------------------------------
 
     def _carry_out(self, now: float) -> None:
-        while effects := self._sender.take_effects():
-            for effect in effects:
-                try:
-                    self._do(now, effect)
-                except LinkLost as error:
-                    # Its LinkDown is on the way and ends every ticket of the link.
-                    _log.debug("not done, the link is gone: %s", error)
+        carry_out(self._sender, lambda effect: self._do(now, effect))
 
     def _do(self, now: float, effect: SenderEffect) -> None:
         match effect:
@@ -240,32 +204,23 @@ class Prefilling:
                 self.engine.abort(request_id)
             case ReleaseSource(request_id):
                 self.engine.release(request_id)
-            case OpenWriter(link, writer, ttl_s):
-                self._writers[writer] = self._links.writer(LinkKey(*link), writer, ttl_s)
-            case RenewWriter(_, writer, ttl_s):
-                if writer in self._writers:
-                    self._writers[writer].renew(ttl_s)
             case Push():
                 self._push(effect)
             case Ring(link, writer, bell, pages, state_slot):
-                if writer not in self._writers:
+                native = self._writers.get(writer)
+                if native is None:
                     return
                 if pages is not None:
                     bell = self._summed(bell, pages, state_slot)
-                self._writers[writer].ring(encode(bell))
+                native.ring(encode(bell))
                 self._rings[writer] = now
                 self._board.count(LinkKey(*link), tickets=1)
-            case StopWriter(_, writer):
-                if writer in self._writers:
-                    self._writers[writer].stop()
-                else:
-                    self._sender.on_quiet(now, writer, True)
-            case DropWriter(_, writer):
-                self._writers.pop(writer, None)
-                self._written.pop(writer, None)
-                self._rings.pop(writer, None)
             case PrefillEnded():
                 self._ended(effect)
+            case _:
+                if isinstance(effect, DropWriter):
+                    self._rings.pop(effect.writer, None)
+                self._writers.do(now, effect)
 
     def _push(self, push: Push) -> None:
         writer = self._writers.get(push.writer)

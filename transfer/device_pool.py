@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from kvrail.transfer.errors import CudaFailed, TransferError, UcxFailed
+from kvrail.transfer.registration import Registration
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -83,7 +84,7 @@ class DevicePool:
         try:
             # UCX finds out what kind of memory it is through the context of the calling thread.
             cuda.make_current()
-            self._region: _ucx.Region | None = context.register(self.address, self.nbytes, self.memory)
+            self._registered = Registration(context, self.address, self.nbytes, self.memory, name)
         except UcxFailed as error:
             self._memory.close()
             raise CudaFailed(
@@ -101,9 +102,7 @@ class DevicePool:
 
     def packed_key(self) -> bytes:
         """The remote key that a peer needs for UCX puts into this pool."""
-        if self._region is None:
-            raise TransferError(f"pool {self.name} is closed")
-        return self._region.packed_key()
+        return self._registered.packed_key()
 
     @property
     def ipc_offset(self) -> int:
@@ -127,14 +126,7 @@ class DevicePool:
 
         Only to be called when no peer can still write, and none has the memory mapped (see the module's text).
         """
-        if self._region is not None:
-            try:
-                self._region.close()
-            except UcxFailed as error:
-                raise TransferError(
-                    f"pool {self.name} is still in use: close the links first ({error})"
-                ) from error
-            self._region = None
+        self._registered.close()
         self.buffer = None
         if self._viewed() is not None:
             raise TransferError(f"pool {self.name} is still viewed: drop its tensors first")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvrail.transfer.device_pool import DevicePool
-from kvrail.transfer.errors import CudaFailed, TransferError
+from kvrail.transfer.errors import CudaFailed
 from kvrail.transfer.memory import PAGE_POOL, PROBE_POOL, HostPool, Pools
+from kvrail.transfer.registration import Registration
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -60,13 +61,11 @@ class ForeignPool:
         if cuda is not None:
             # UCX finds out what kind of memory it is through the context of the calling thread.
             cuda.make_current()
-        self._region: _ucx.Region | None = context.register(address, self.nbytes, self.memory)
+        self._registered = Registration(context, address, self.nbytes, self.memory, name)
 
     def packed_key(self) -> bytes:
         """The remote key that a peer needs for UCX puts into this pool."""
-        if self._region is None:
-            raise TransferError(f"pool {self.name} is closed")
-        return self._region.packed_key()
+        return self._registered.packed_key()
 
     def ipc_handle(self) -> bytes:
         """64 bytes with which a process of this host maps the allocation that the pool lies in.
@@ -82,14 +81,7 @@ class ForeignPool:
 
     def close(self) -> None:
         """Unregister. Raises TransferError while a link lives."""
-        if self._region is not None:
-            try:
-                self._region.close()
-            except Exception as error:
-                raise TransferError(
-                    f"pool {self.name} is still in use: close the links first ({error})"
-                ) from error
-            self._region = None
+        self._registered.close()
 
     def _export(self) -> tuple[bytes, int]:
         if self._exported is None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.registration import Registration
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -98,7 +99,7 @@ class HostPool:
         try:
             if pin is not None:
                 self._pinned = pin.pin(self.address, self.mapped_bytes)
-            self._region: _ucx.Region | None = context.register(self.address, self.nbytes, self.memory)
+            self._registered = Registration(context, self.address, self.nbytes, self.memory, name)
         except BaseException:
             self._unpin()
             _unmap(self.address, self.mapped_bytes)
@@ -118,9 +119,7 @@ class HostPool:
 
     def packed_key(self) -> bytes:
         """The remote key that a peer needs for UCX puts into this pool."""
-        if self._region is None:
-            raise TransferError(f"pool {self.name} is closed")
-        return self._region.packed_key()
+        return self._registered.packed_key()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the pool, as they are now."""
@@ -136,14 +135,7 @@ class HostPool:
         Only to be called when no peer can still write (`Links.close` says so): over cma a late write would land in
         whatever is mapped here next. When that is unproven, leave the pool open; the end of the process closes it.
         """
-        if self._region is not None:
-            try:
-                self._region.close()
-            except Exception as error:
-                raise TransferError(
-                    f"pool {self.name} is still in use: close the links first ({error})"
-                ) from error
-            self._region = None
+        self._registered.close()
         self.buffer = None
         if self._viewed() is not None:
             raise TransferError(f"pool {self.name} is still viewed: drop its tensors first")

@@ -20,17 +20,13 @@ from kvrail.runtime.vllm.given_blocks import GivenBlocks
 from kvrail.runtime.vllm.meta import Load, StepFacts
 from kvrail.runtime.vllm.results import Results
 from kvrail.transfer.errors import LinkLost, NoPages
+from kvrail.transfer.ledger_events import tell_receiver
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
     LinkKey,
     LinkRefusal,
     LinkUp,
-    PeerBeat,
-    Proven,
-    Received,
-    Recovered,
-    Suspect,
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.receiver import Receiver
@@ -115,30 +111,18 @@ class Landing:
 
     def on_link(self, now: float, event: LinkEvent) -> None:
         """Something happened on a link."""
-        receiver = self._receiver
         match event:
-            case LinkUp(key, epoch, lane):
+            case LinkUp(key, _, lane):
                 self._up.add(key)
                 if lane.card_writes_gpu:
                     self._by_card.add(key)
-                receiver.link_up(now, key, epoch, lane.fence)
-            case LinkDown(key, epoch, reason):
+            case LinkDown(key):
                 self._up.discard(key)
-                receiver.link_down(now, key, epoch, reason)
             case LinkRefusal(_, reason):
                 _log.warning("no link: %s", reason)
-            case Proven(key, epoch, how):
-                receiver.proven(now, key, epoch, how)
-            case Suspect(key):
-                receiver.link_suspect(now, key)
-            case Recovered(key):
-                receiver.link_recovered(key)
-            case Received(key, message):
-                receiver.on_message(now, key, message)
-            case PeerBeat(key, beat):
-                receiver.on_beat(now, key, beat)
             case _:
                 pass
+        tell_receiver(self._receiver, now, event)
         self._carry_out()
 
     def tick(self, now: float) -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,36 +19,30 @@ import numpy.typing as npt
 from kvrail.runtime.vllm.kv_tensors import Geometry
 from kvrail.runtime.vllm.meta import Chunk, Finished, StepFacts
 from kvrail.runtime.vllm.results import Results
-from kvrail.transfer.errors import LinkLost
 from kvrail.transfer.foreign_pool import ForeignPools
 from kvrail.transfer.layout import BlockLayout
+from kvrail.transfer.ledger_events import carry_out, tell_sender
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
     LinkKey,
     LinkRefusal,
     LinkUp,
-    PeerBeat,
-    Proven,
     Received,
-    WriterEvent,
 )
 from kvrail.transfer.links import Links
+from kvrail.transfer.native_writers import NativeWriters
 from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.tickets import (
     AbortPrefill,
-    DropWriter,
-    OpenWriter,
     PrefillEnded,
     Push,
     ReleaseSource,
-    RenewWriter,
     Ring,
     Send,
     SenderEffect,
     StartPrefill,
-    StopWriter,
 )
 from kvrail.transfer.wire import Beat, Grant, HandOff, encode, unpack_u32
 
@@ -79,14 +73,6 @@ class _Sending:
     released: bool = False
 
 
-class _Open(NamedTuple):
-    """A writer of the ledger's, and for what it is."""
-
-    native: _ucx.Writer
-    link: LinkKey
-    ticket: bytes
-
-
 class Pushing:
     """The role of a PE worker; used by the service thread only."""
 
@@ -109,8 +95,7 @@ class Pushing:
         self._requests: dict[str, _Sending] = {}
         self._grants: dict[bytes, tuple[LinkKey, _U32]] = {}
         self._planners: dict[LinkKey, Planner] = {}
-        self._writers: dict[int, _Open] = {}
-        self._written: dict[int, int] = {}
+        self._writers = NativeWriters(links, sender)
         self.counters: Counter[str] = Counter()
 
     # --- what comes in ----------------------------------------------------------------------------------------
@@ -131,42 +116,23 @@ class Pushing:
 
     def on_link(self, now: float, event: LinkEvent) -> None:
         """Something happened on a link."""
-        sender = self._sender
         match event:
-            case LinkUp(key, epoch, lane):
+            case LinkUp(key, _, lane):
                 self._planners[key] = Planner.of(lane.probes)
-                sender.link_up(now, key, epoch)
-            case LinkDown(key, epoch, reason):
+            case LinkDown(key):
                 self._planners.pop(key, None)
-                sender.link_down(now, key, epoch, reason)
             case LinkRefusal(_, reason):
                 _log.warning("no link: %s", reason)
-            case Proven(key, epoch):
-                sender.proven(key, epoch)
-            case Received(key, message):
-                if isinstance(message, Grant):
-                    self._grants[message.ticket] = (key, unpack_u32(message.pages))
-                sender.on_message(now, key, message)
-            case PeerBeat(key, beat):
-                sender.on_beat(now, key, beat)
-            case WriterEvent(_, _, "progress", writer):
-                sender.on_progress(now, writer)
-            case WriterEvent(_, _, "rung", writer):
-                sender.on_rung(now, writer)
-            case WriterEvent(_, _, "quiet", writer, ok, reason):
-                sender.on_quiet(now, writer, ok, reason)
-            case WriterEvent(_, _, "failed", writer, _, reason):
-                sender.on_failed(now, writer, reason)
+            case Received(key, Grant() as grant):
+                self._grants[grant.ticket] = (key, unpack_u32(grant.pages))
             case _:
                 pass
+        tell_sender(self._sender, now, event)
         self._carry_out(now)
 
     def tick(self, now: float) -> None:
         """Timers, and what the ledger wants done."""
-        for writer, entry in self._writers.items():
-            if entry.native.done != self._written.get(writer, 0):
-                self._written[writer] = entry.native.done
-                self._sender.on_progress(now, writer)
+        self._writers.look(now)
         self._sender.reap(now)
         self._carry_out(now)
         if len(self._grants) > 4096:  # Grants whose calls never came have long been refused by the ledger.
@@ -194,7 +160,7 @@ class Pushing:
     def unread(self, request_id: str) -> bool:
         """Whether nothing of this request's blocks is being read: all that was posted is written."""
         request = self._requests.get(request_id)
-        own = [one.native for one in self._writers.values() if request and one.ticket == request.ticket]
+        own = self._writers.of(request.ticket) if request is not None else []
         return all(writer.done + writer.failed >= writer.posted for writer in own)
 
     def give_up(self, now: float, request_ids: list[str]) -> None:
@@ -303,13 +269,7 @@ class Pushing:
     # --- the ledger's decisions -------------------------------------------------------------------------------
 
     def _carry_out(self, now: float) -> None:
-        while effects := self._sender.take_effects():
-            for effect in effects:
-                try:
-                    self._do(now, effect)
-                except LinkLost as error:
-                    # Its LinkDown is on the way and ends every ticket of the link.
-                    _log.debug("not done, the link is gone: %s", error)
+        carry_out(self._sender, lambda effect: self._do(now, effect))
 
     def _do(self, now: float, effect: SenderEffect) -> None:
         match effect:
@@ -319,27 +279,15 @@ class Pushing:
                 self._start(now, request_id, ticket, start, end)
             case AbortPrefill(request_id) | ReleaseSource(request_id):
                 self._release(request_id)
-            case OpenWriter(link, writer, ttl_s, ticket):
-                key = LinkKey(*link)
-                self._writers[writer] = _Open(self._links.writer(key, writer, ttl_s), key, ticket)
-            case RenewWriter(_, writer, ttl_s):
-                if writer in self._writers:
-                    self._writers[writer].native.renew(ttl_s)
             case Push():
                 self._push(effect)
             case Ring(_, writer, bell):
-                if writer in self._writers:
-                    self._writers[writer].native.ring(encode(bell))
-            case StopWriter(_, writer):
-                if writer in self._writers:
-                    self._writers[writer].native.stop()
-                else:
-                    self._sender.on_quiet(now, writer, True)
-            case DropWriter(_, writer):
-                self._writers.pop(writer, None)
-                self._written.pop(writer, None)
+                if (native := self._writers.get(writer)) is not None:
+                    native.ring(encode(bell))
             case PrefillEnded(request_id, ok, reason):
                 self._ended(request_id, ok, reason)
+            case _:
+                self._writers.do(now, effect)
 
     def _start(self, now: float, request_id: str, ticket: bytes, start: int, end: int) -> None:
         request = self._requests[request_id]
@@ -360,10 +308,10 @@ class Pushing:
             self._release(request_id)  # It never held anything for the ledger.
 
     def _push(self, push: Push) -> None:
-        entry = self._writers.get(push.writer)
-        if entry is None:
+        writer, key = self._writers.get(push.writer), LinkKey(*push.link)
+        if writer is None:
             return
-        writer, key, ticket = entry
+        ticket = self._writers.ticket(push.writer)
         request = next((one for one in self._requests.values() if one.ticket == ticket), None)
         after = request.after if request is not None else None
         wanted = push.target != 0

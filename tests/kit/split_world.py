@@ -329,7 +329,9 @@ class SplitWorld:
     def run_writers(self, count: int) -> None:
         if self.writers:
             self.writers[int(self.random.integers(len(self.writers)))].run(count)
-        self.writers = [w for w in self.writers if w.todo or w.number in self.prefilling._writers]
+        self.writers = [
+            w for w in self.writers if w.todo or self.prefilling._writers.get(w.number) is not None
+        ]
 
     def break_link(self) -> None:
         """The PE sees it first; its writers, and a doorbell under way, may still get through until it is proven."""
@@ -416,8 +418,7 @@ class SplitWorld:
         assert not self.completion._requests
         assert not self.completion._waiting
         assert not self.prefilling._calls
-        assert not self.prefilling._writers
-        assert not self.prefilling._written
+        assert not len(self.prefilling._writers)
         assert not self.sender._kept
         assert not any(self.receiver.gauges().values())
         assert not any(self.sender.gauges().values())
