@@ -18,6 +18,7 @@ from kvrail.frontend.metrics import FrontMetrics
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
+from kvrail.runtime.link_board import link_facts
 
 __all__ = ["status_routes"]
 
@@ -88,18 +89,7 @@ def _lanes(config: LaunchConfig, ranks: Sequence[RankClient], peers: PeerWatcher
                     "peer": incarnation.hex(),
                     "peer_rank": number,
                     "peer_url": peers.url_of((incarnation, number)) if peers else "",
-                    "state": report.state,
-                    "reason": report.reason,
-                    "epoch": report.epoch,
-                    "lane": report.lane,
-                    "transport": report.transport,
-                    "memory": report.memory,
-                    "same_host": report.same_host,
-                    "slow": report.slow,
-                    "probes": [
-                        {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
-                        for size, speed, time_us, runs, way in report.probes
-                    ],
+                    **link_facts(report),
                     "counters": counters.get((incarnation.hex(), number))
                     or {"pages": 0.0, "states": 0.0, "bytes": 0.0, "tickets": 0.0},
                 }

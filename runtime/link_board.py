@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from kvrail.transfer.link_events import (
     Suspect,
 )
 
-__all__ = ["MOST_ENDED", "LinkBoard", "forget_ended"]
+__all__ = ["MOST_ENDED", "LinkBoard", "forget_ended", "link_facts"]
 
 State = Literal["connecting", "up", "suspect", "down", "refused"]
 # So many links that have ended are remembered: a PE hears of a new peer at every restart of a CE, for ever.
@@ -138,3 +138,21 @@ def forget_ended(reports: dict[_Key, LinkReport], key: _Key, report: LinkReport)
     for key in oldest:
         del reports[key]
     return oldest
+
+
+def link_facts(report: LinkReport) -> dict[str, Any]:
+    """What `/lanes` tells of a link, but for who is at its ends and what it has carried."""
+    return {
+        "state": report.state,
+        "reason": report.reason,
+        "epoch": report.epoch,
+        "lane": report.lane,
+        "transport": report.transport,
+        "memory": report.memory,
+        "same_host": report.same_host,
+        "slow": report.slow,
+        "probes": [
+            {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
+            for size, speed, time_us, runs, way in report.probes
+        ],
+    }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvrail.runtime.link_board import LinkBoard
+from kvrail.runtime.link_board import LinkBoard, forget_ended, link_facts
 from kvrail.runtime.messages import LinkReport, ToFront
 from kvrail.transfer.link_events import LinkEvent, LinkKey
 
@@ -95,12 +95,8 @@ class StatusFile:
 
     def _told(self, message: ToFront) -> None:
         if isinstance(message, LinkReport):
-            key = LinkKey(message.incarnation, message.rank)
-            self._reports.pop(key, None)
-            self._reports[key] = message
             # A PE hears of a new peer at every restart of a CE, for ever.
-            for old in [k for k, r in self._reports.items() if r.state in ("down", "refused")][:-8]:
-                del self._reports[old]
+            forget_ended(self._reports, LinkKey(message.incarnation, message.rank), message)
             self._changed = True
 
     def _link(self, key: LinkKey, report: LinkReport, address: str, arrived: float) -> dict[str, Any]:
@@ -109,19 +105,8 @@ class StatusFile:
             "peer": key.incarnation.hex(),
             "peer_rank": key.rank,
             "address": address,
-            "state": report.state,
-            "reason": report.reason,
-            "epoch": report.epoch,
-            "lane": report.lane,
-            "transport": report.transport,
-            "memory": report.memory,
-            "same_host": report.same_host,
-            "slow": report.slow,
+            **link_facts(report),
             "counters": {"bytes": arrived},
-            "probes": [
-                {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
-                for size, speed, time_us, runs, way in report.probes
-            ],
         }
 
 
