@@ -147,16 +147,23 @@ def _devices(wanted: str, lane: str) -> Devices:
 
 
 def _start(
-    model: Path, lane: str, dtype: str, devices: Devices, logs: Path, stack: contextlib.ExitStack
+    model: Path,
+    lane: str,
+    dtype: str,
+    devices: Devices,
+    logs: Path,
+    stack: contextlib.ExitStack,
+    *,
+    keep: bool,
 ) -> tuple[Launched, Launched]:
-    """A PE and a CE on loopback; closing `stack` stops both, whatever happens."""
+    """A PE and a CE on loopback; closing `stack` stops both, whatever happens, and so does our end unless `keep`."""
     pe_port, ce_port = free_port(8889), free_port(8888)
     common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
     # Tens of GiB, as on a GPU by default, would take longer than the whole demo.
-    pe = Launched("pe", pe_port, logs, "--device", devices.pe, "--hicache-size-gb", "1", *common)
+    pe = Launched("pe", pe_port, logs, "--device", devices.pe, "--hicache-size-gb", "1", *common, stays=keep)
     stack.callback(pe.stop)
-    ce = Launched("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common)
+    ce = Launched("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common, stays=keep)
     stack.callback(ce.stop)
     # First of all: a second ctrl-C must not leave one of them behind.
     stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -201,7 +208,7 @@ def _run(keep: bool, lane: str, question: str, dtype: str, device: str) -> None:
             model = fetch_model(progress)
             loading = progress.add_task("loading the model into a PE and a CE", total=None)
             devices = _devices(device, lane)
-            pe, ce = _start(model, lane, dtype, devices, logs, stack)
+            pe, ce = _start(model, lane, dtype, devices, logs, stack, keep=keep)
             deadline = time.monotonic() + _ready_within_s(devices)
             pe.wait_ready(deadline)
             ce.wait_ready(deadline)

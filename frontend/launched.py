@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from kvrail.runtime.bound import bound_command
 from kvrail.runtime.config import child_environment
 
 __all__ = ["LaunchFailed", "Launched", "free_port", "undisturbed"]
@@ -56,14 +57,18 @@ def free_port(wanted: int = 0) -> int:
 
 
 class Launched:
-    """One `runtime launch`: a process in a session of its own, whose log goes to a file in `logs`."""
+    """One `runtime launch`: a process in a session of its own, whose log goes to a file in `logs`.
 
-    def __init__(self, role: str, port: int, logs: Path, *flags: str) -> None:
+    It ends when this process is killed, unless it `stays`. To be made in the main thread.
+    """
+
+    def __init__(self, role: str, port: int, logs: Path, *flags: str, stays: bool = False) -> None:
         self.role, self.url, self.log = role, f"http://127.0.0.1:{port}", logs / f"{role}-{port}.log"
         command = [sys.executable, "-P", "-m", "kvrail.frontend.cli", "launch", "--role", role]
+        command += ["--port", str(port), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port), *flags],
+                command if stays else bound_command(command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=child_environment(OMP_NUM_THREADS="1"),

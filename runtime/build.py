@@ -124,6 +124,12 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             compute=compute,
         )
         stack.callback(engine.close)
+        if config.max_model_len is not None and engine.max_model_len < config.max_model_len:
+            _log.warning(
+                "--max-model-len %d: the model and its pages hold %d tokens",
+                config.max_model_len,
+                engine.max_model_len,
+            )
         links: Links | None = None
         if config.role != "single":
             links = Links(

@@ -181,7 +181,7 @@ class PagedModel:
             remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
             raise ConfigError(out_of_memory(place, "loading the model", remedy)) from error
         if progress:
-            progress("ready", 1.0)
+            progress("the model is loaded", 1.0)
         return paged
 
     def _fuse(self, dtype: torch.dtype, plain: bool) -> None:

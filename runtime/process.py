@@ -16,7 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -44,11 +46,24 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies; exit at once when that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when `parent` dies; exit at once when that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
-        sys.exit("kvrail rank: the front process died before this rank had started")
+        sys.exit("kvrail: the parent process died before this one had started")
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """What is started in here ignores SIGINT from its first instruction on: the front tells it when to stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may say so; the rank says it again, once it has loaded its modules.
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class RankProcesses:
@@ -72,12 +87,13 @@ class RankProcesses:
     def start(self) -> None:
         """Start every rank. Their `Ready` comes over ZeroMQ once the model is loaded."""
         for rank in range(self._config.dp):
-            process = subprocess.Popen(
-                # -P: the working directory must not shadow installed packages.
-                [sys.executable, "-P", "-m", "kvrail.runtime.rank"],
-                stdin=subprocess.PIPE,
-                env=rank_environment(),
-            )
+            with _without_ctrl_c():
+                process = subprocess.Popen(
+                    # -P: the working directory must not shadow installed packages.
+                    [sys.executable, "-P", "-m", "kvrail.runtime.rank"],
+                    stdin=subprocess.PIPE,
+                    env=rank_environment(),
+                )
             self.processes.append(process)
             spec = RankSpec(
                 config=self._config,

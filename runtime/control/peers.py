@@ -126,7 +126,7 @@ class PeerWatcher:
         if reply.status in (401, 403):
             raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
         if not reply.ok:
-            raise CallFailed(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
+            raise CallFailed(f"it is no prefill engine (GET /ranks: HTTP {reply.status})")
         return msgspec.msgpack.decode(reply.body, type=RanksReply)
 
     def _take(self, url: str, cards: list[RankCard]) -> None:

@@ -16,21 +16,22 @@ __all__ = ["check_settings", "server_command", "server_variables", "tensor_paral
 
 # Settings of the embedded engine, and what to use instead. With another value than their default, they are refused.
 _NOT_FOR_VLLM = {
-    "page_tokens": "vLLM's --block-size",
-    "kv_pages": "vLLM's --num-gpu-blocks-override, or --kv-memory-gb",
+    "page_tokens": "vLLM's --block-size behind a --",
+    "kv_pages": "--kv-memory-gb, or vLLM's --num-gpu-blocks-override behind a --",
     "state_slots": "nothing: vLLM sizes them itself",
-    "hicache_size_gb": "vLLM's --kv-offloading-size",
+    "hicache_size_gb": "vLLM's --kv-offloading-size behind a --",
     "hicache_state_slots": "nothing: vLLM sizes them itself",
     "hicache_state_interval": "nothing: vLLM decides by itself",
-    "attention": "vLLM's --attention-backend",
-    "thinking_mode": "vLLM's --default-chat-template-kwargs",
-    "tool_call_parser": "vLLM's --enable-auto-tool-choice and --tool-call-parser",
-    "reasoning_parser": "vLLM's --reasoning-parser",
-    "tokenizer_backend": "vLLM's --tokenizer-mode",
+    "attention": "vLLM's --attention-backend behind a --",
+    "cuda_graphs": "vLLM's --enforce-eager behind a --",
+    "thinking_mode": "vLLM's --default-chat-template-kwargs behind a --",
+    "tool_call_parser": "vLLM's --enable-auto-tool-choice and --tool-call-parser behind a --",
+    "reasoning_parser": "vLLM's --reasoning-parser behind a --",
+    "tokenizer_backend": "vLLM's --tokenizer-mode behind a --",
     "tokenizer_verify_rate": "nothing: vLLM has one tokenizer",
     "max_prompt_tokens": "--max-model-len",
     "ignore_unknown_fields": "nothing: vLLM leaves unknown fields out",
-    "otlp_endpoint": "vLLM's --otlp-traces-endpoint",
+    "otlp_endpoint": "vLLM's --otlp-traces-endpoint behind a --",
     "verify_kv": "nothing: the connector has no checksums yet",
     "link_share": "nothing: vLLM's scheduler decides how many blocks wait for KV",
     "spin_us": "nothing: the connector decides by the cores",
@@ -65,8 +66,7 @@ def check_settings(config: LaunchConfig) -> None:
     for name, instead in _NOT_FOR_VLLM.items():
         if getattr(config, name) != defaults[name]:
             raise ConfigError(
-                f"{_flag(name)} is for the embedded engine. With --engine vllm use {instead}"
-                + (" (behind a --)" if instead.startswith("vLLM's") else "")
+                f"{_flag(name)} is for the embedded engine, and not for --engine vllm: {_advice(instead)}"
             )
     if config.dp != 1:
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_settings(config: LaunchConfig) -> None:
     for argument in config.vllm_args:
         name = argument.partition("=")[0].replace("_", "-")
         if name in _OURS:
-            raise ConfigError(f"{argument} behind the -- is set by the role itself: use {_OURS[name]}")
+            raise ConfigError(f"{argument} behind the -- is set by the role itself: {_advice(_OURS[name])}")
 
 
 def server_command(config: LaunchConfig, folder: Path, kv_port: int) -> list[str]:
@@ -152,6 +152,13 @@ def _transfer(config: LaunchConfig, folder: Path, kv_port: int) -> dict[str, Any
             "peers_file": str(folder / "peers.json"),
         },
     }
+
+
+def _advice(instead: str) -> str:
+    """What to do: `instead` names a setting, or says why there is none ("nothing: …")."""
+    if instead.startswith("nothing: "):
+        return instead.removeprefix("nothing: ")
+    return f"use {instead}"
 
 
 def _flag(name: str) -> str:

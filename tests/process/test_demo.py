@@ -114,14 +114,26 @@ def test_ctrl_c_leaves_nothing(environment: dict[str, str]) -> None:
     assert not processes(environment)
 
 
+def test_killed_it_leaves_nothing(environment: dict[str, str]) -> None:
+    demo = subprocess.Popen(
+        _DEMO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    wait_until(lambda: len(processes(environment)) >= 5, 60, "the servers are starting")
+    time.sleep(0.5)
+    demo.kill()
+    demo.wait(5)
+    wait_until(lambda: not processes(environment), 10, "what it had started is gone")
+
+
 def test_an_answer_without_pushed_pages_is_a_failure(environment: dict[str, str]) -> None:
     code = """
 import typer
 from kvrail.frontend import demo
 
 class Local(demo.Launched):
-    def __init__(self, role, port, logs, *flags):
-        super().__init__(role, port, logs, *flags, *(["--local-prefill", "always"] if role == "ce" else []))
+    def __init__(self, role, port, logs, *flags, **options):
+        more = ["--local-prefill", "always"] if role == "ce" else []
+        super().__init__(role, port, logs, *flags, *more, **options)
 
 demo.Launched = Local
 typer.run(demo.main)
