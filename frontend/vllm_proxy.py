@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.envelope import Unauthorized, error_body, request_id, until_disconnect
@@ -90,6 +91,10 @@ class VllmProxy:
     async def _pass(self, request: Request) -> Response:
         if not self._keys.allow(request.headers.get("authorization")):
             raise Unauthorized("give a valid API key: Authorization: Bearer …")
+        path = request.url.path
+        if not path.isprintable() or not {".", ".."}.isdisjoint(path.split("/")):
+            # httpx would resolve the dots, and so ask for a route that no client may call.
+            raise HTTPException(404)
         self._check_room()
         body = await request.body()
         exchange = _Exchange(request, self._config.request_timeout_s, self._counts)

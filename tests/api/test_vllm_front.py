@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +189,17 @@ def test_a_request_passes_through_unchanged(tmp_path: Path, behind: Behind) -> N
         assert "vllm:num_requests_running 0.0" in front.http.get("/metrics").text
         for path in (STATE_ROUTE, PREFILL_ROUTE, CARD_ROUTE, "/inference/v1/generate", "/reset_prefix_cache"):
             assert front.http.post(path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    "target", ["/v1/%2e%2e/kvrail/state", "/v1/../kvrail/state", "/v1/x/%2E./..%2fkvrail/state", "/v1/%00", "/v1/%0a"]
+)
+def test_no_path_leads_out_of_what_clients_may_call(tmp_path: Path, behind: Behind, target: str) -> None:
+    with serving(tmp_path, behind) as front, socket.socket() as raw:
+        raw.settimeout(10)
+        raw.connect(front._listener.getsockname())
+        raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert raw.recv(1000).split()[1] == b"404"
 
 
 def test_keys_and_room(tmp_path: Path, behind: Behind) -> None:
