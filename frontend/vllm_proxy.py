@@ -159,11 +159,13 @@ class _Exchange:
     async def begin(self, client: httpx.AsyncClient, body: bytes, ended: Callable[[], object]) -> Response:
         """Send the request; the answer comes back as soon as it has begun."""
         request = self._request
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON]
+        # Bytes: what is not ASCII goes on as it came.
+        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in _NOT_PASSED_ON]
+        ours = [(b"x-request-id", request_id(request).encode()), (b"accept-encoding", b"identity")]
         sent = client.build_request(
             request.method,
             httpx.URL(path=request.url.path, query=request.url.query.encode()),
-            headers=[*headers, ("x-request-id", request_id(request))],
+            headers=[*headers, *ours],
             content=body if request.method == "POST" else None,
         )
         async with self._bounded():

@@ -175,11 +175,19 @@ def serving(folder: Path, behind: Behind, **settings: Any) -> Iterator[Front]:
 def test_a_request_passes_through_unchanged(tmp_path: Path, behind: Behind) -> None:
     with serving(tmp_path, behind) as front:
         sent = '{"prompt": "ü",   "odd": [1]}'.encode()
-        headers = {"content-type": "application/json", "x-data-parallel-rank": "1", "x-request-id": "mine"}
+        headers = {
+            "content-type": "application/json",
+            "x-data-parallel-rank": "1",
+            "x-request-id": "mine",
+            "x-title": "Übung",
+        }
+        headers = {name: value.encode() for name, value in headers.items()}
         answer = front.http.post("/v1/completions?a=1&b=%20", content=sent, headers=headers)
         ((query, seen, body),) = behind.seen
         assert (query, body) == ("a=1&b=%20", sent)
         assert "x-data-parallel-rank" not in seen
+        assert seen["x-title"].encode("latin-1").decode() == "Übung"
+        assert seen["accept-encoding"] == "identity", "bytes are passed on as they are"
         assert seen["x-request-id"] != "mine", "inside, our own names requests"
         assert (answer.status_code, answer.json(), answer.headers["x-mine"]) == (201, {"text": "ä"}, "1")
         assert answer.headers["x-kvrail-prefill"] == "remote"
