@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kit.live_server import TOKEN
+from kvrail.frontend import vllm_link
 from kvrail.frontend.server import listening_socket
 from kvrail.frontend.vllm_launch import serve_vllm
 from kvrail.frontend.vllm_link import VllmLink
@@ -49,6 +50,7 @@ class Behind:
         self.state = ServerState(card=_CARD, max_num_seqs=1, requests=0)
         self.left = threading.Event()
         self.hold = threading.Event()
+        self.hangs = threading.Event()
         routes = [
             Route(STATE_ROUTE, self._state),
             Route(PREFILL_ROUTE, self._prefill, methods=["POST"]),
@@ -59,6 +61,8 @@ class Behind:
         self.app = Starlette(routes=routes)
 
     async def _state(self, _: Request) -> Response:
+        while self.hangs.is_set():
+            await asyncio.sleep(0.01)
         return Response(msgspec.msgpack.encode(self.state))
 
     async def _prefill(self, request: Request) -> Response:
@@ -255,6 +259,18 @@ def test_time_is_limited(tmp_path: Path, behind: Behind) -> None:
         answer = front.http.post("/v1/stream?kind=whole", json={})
         assert answer.status_code == 200
         assert '"timeout_error"' in answer.text
+
+
+def test_a_server_that_hangs_holds_nobody(
+    tmp_path: Path, behind: Behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_link, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(vllm_link, "_SILENT_S", 0.5)
+    with serving(tmp_path, behind) as front:
+        behind.hangs.set()
+        assert front.http.post("/v1/completions?wait=1", json={}).status_code == 503
+        behind.hangs.clear()
+        front.wait_ready()
 
 
 def test_a_stop_ends_streams_in_good_order(tmp_path: Path, behind: Behind) -> None:
