@@ -144,7 +144,7 @@ class Pushing:
             case Proven(key, epoch):
                 sender.proven(key, epoch)
             case Received(key, message):
-                if isinstance(message, Grant):
+                if isinstance(message, Grant) and len(message.pages) % 4 == 0:  # (Else the ledger refuses it.)
                     self._grants[message.ticket] = (key, unpack_u32(message.pages))
                 sender.on_message(now, key, message)
             case PeerBeat(key, beat):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrail.runtime.vllm.meta import Call, Chunk, Finished, StepFacts
@@ -96,3 +97,13 @@ def test_a_grant_that_waits_for_its_call_is_not_forgotten(role: Pushing) -> None
     role.handle(42.0, StepFacts(calls=[Call("a", ticket, 32)]))
     role.handle(42.0, StepFacts(chunks=[Chunk("a", 32, [1, 2])]))
     assert role.counters["blocks"] == 2
+
+
+def test_a_grant_that_cannot_be_read_is_refused(role: Pushing) -> None:
+    good = grant(b"t" * 16, 32)
+    assert isinstance(good.message, Grant)
+    role.handle(1.0, StepFacts(calls=[Call("a", b"t" * 16, 32)]))
+    role.on_link(1.0, good._replace(message=msgspec.structs.replace(good.message, pages=b"odd")))
+    assert "pages for 32 tokens" in role._links.sent[-1].reason  # type: ignore[attr-defined]
+    role.handle(2.0, StepFacts(finished=[Finished("a", 5, 32, [1, 2])]))
+    assert role._results.take().sent == {"a"}
