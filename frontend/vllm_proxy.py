@@ -160,7 +160,9 @@ class _Exchange:
         """Send the request; the answer comes back as soon as it has begun."""
         request = self._request
         # Bytes: what is not ASCII goes on as it came.
-        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in _NOT_PASSED_ON]
+        headers = [
+            (k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in _NOT_PASSED_ON
+        ]
         ours = [(b"x-request-id", request_id(request).encode()), (b"accept-encoding", b"identity")]
         sent = client.build_request(
             request.method,

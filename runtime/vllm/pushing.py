@@ -144,8 +144,9 @@ class Pushing:
             case Proven(key, epoch):
                 sender.proven(key, epoch)
             case Received(key, message):
-                if isinstance(message, Grant) and len(message.pages) % 4 == 0:  # (Else the ledger refuses it.)
-                    self._grants[message.ticket] = (key, unpack_u32(message.pages))
+                # What the ledger refuses, or has already, changes nothing here.
+                if isinstance(message, Grant) and len(message.pages) % 4 == 0:
+                    self._grants.setdefault(message.ticket, (key, unpack_u32(message.pages)))
                 sender.on_message(now, key, message)
             case PeerBeat(key, beat):
                 sender.on_beat(now, key, beat)

@@ -28,10 +28,10 @@ def test_a_load_that_fails_does_not_hide_the_end_of_another() -> None:
         send=lambda *_: None,
         fence=lambda *_: None,
     )
-    receiver = Receiver(blocks, layout, incarnation=b"c" * 16, rank=0, link_share=1.0, ttl_s=10.0, answer_s=5.0)
-    role = Landing(
-        links=links, receiver=receiver, blocks=blocks, results=results, peers=(UP, DOWN), offset=0
+    receiver = Receiver(
+        blocks, layout, incarnation=b"c" * 16, rank=0, link_share=1.0, ttl_s=10.0, answer_s=5.0
     )
+    role = Landing(links=links, receiver=receiver, blocks=blocks, results=results, peers=(UP, DOWN), offset=0)
     lane: Any = SimpleNamespace(fence="process", card_writes_gpu=False)
     role.on_link(0.0, LinkUp(A, 1, lane))
     # All of its KV is here; it waits for its first token only, which never comes.

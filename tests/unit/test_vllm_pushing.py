@@ -43,7 +43,10 @@ class Links:
 def role() -> Pushing:
     layout = BlockLayout(page_tokens=16, groups=1, unit_bytes=256, ranges=(1,), order="tensor", facts={})
     geometry: Any = SimpleNamespace(
-        blocks=64, unit_bytes=256, ranges=[SimpleNamespace(tensors=1)], units=lambda pages, tensors, blocks: pages
+        blocks=64,
+        unit_bytes=256,
+        ranges=[SimpleNamespace(tensors=1)],
+        units=lambda pages, tensors, blocks: pages,
     )
     pools: Any = SimpleNamespace(page_pools=lambda: [(0, SimpleNamespace(address=0))])
     links: Any = Links()
@@ -107,3 +110,16 @@ def test_a_grant_that_cannot_be_read_is_refused(role: Pushing) -> None:
     assert "pages for 32 tokens" in role._links.sent[-1].reason  # type: ignore[attr-defined]
     role.handle(2.0, StepFacts(finished=[Finished("a", 5, 32, [1, 2])]))
     assert role._results.take().sent == {"a"}
+
+
+def test_a_second_grant_of_a_ticket_changes_nothing(role: Pushing) -> None:
+    ticket = b"t" * 16
+    first = grant(ticket, 32)
+    assert isinstance(first.message, Grant)
+    role.handle(1.0, StepFacts(calls=[Call("a", ticket, 32)]))
+    role.on_link(1.0, first)
+    role.on_link(
+        1.0, first._replace(message=msgspec.structs.replace(first.message, token_start=32, pages=b""))
+    )
+    role.handle(2.0, StepFacts(chunks=[Chunk("a", 32, [1, 2])]))
+    assert role.counters["blocks"] == 2
