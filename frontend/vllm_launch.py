@@ -80,6 +80,7 @@ async def serve_vllm(
 def _application(config: LaunchConfig, link: VllmLink, token: bytes) -> _Application:
     counts = ProxyCounts(link)
     proxy = VllmProxy(config, link, ApiKeys(config.api_key_file), counts)
+    link.on_silent = proxy.fail_all
     app = bare_app(config)
     if config.role == "pe":
         app.include_router(engine_routes(link, token, lambda: proxy.stopping))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.5
 # Longer than the server's event loop is ever busy with one thing, such as a long text to tokenise.
 _ANSWER_S = 10.0
+# A server that says nothing for so long is taken as stuck, as a rank of the embedded engine is.
+_SILENT_S = 60.0
 
 
 class VllmLink:
@@ -36,6 +40,8 @@ class VllmLink:
         )
         self.state: ServerState | None = None
         self.trouble = "the model is loading"
+        # Called, with the trouble, as long as the server is taken as stuck.
+        self.on_silent: Callable[[str], object] = lambda trouble: None
         self._status_file = status_file
         self._was_ready = False
         self._task: asyncio.Task[None] | None = None
@@ -67,12 +73,13 @@ class VllmLink:
         return response.content if response.is_success else b""
 
     async def _watch(self) -> None:
+        heard = time.monotonic()
         while True:
             try:
                 response = await self.client.get(STATE_ROUTE, timeout=_ANSWER_S)
                 response.raise_for_status()
                 self.state = msgspec.msgpack.decode(response.content, type=ServerState)
-                self.trouble = ""
+                self.trouble, heard = "", time.monotonic()
                 if not self._was_ready:
                     self._was_ready = True
                     card = self.state.card
@@ -84,4 +91,6 @@ class VllmLink:
                     if trouble != self.trouble:
                         _log.warning("%s", trouble)
                     self.trouble = trouble
+                    if time.monotonic() - heard > _SILENT_S:
+                        self.on_silent(trouble)
             await asyncio.sleep(_POLL_S)

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.envelope import Unauthorized, error_body, request_id, until_disconnect
@@ -90,6 +91,10 @@ class VllmProxy:
     async def _pass(self, request: Request) -> Response:
         if not self._keys.allow(request.headers.get("authorization")):
             raise Unauthorized("give a valid API key: Authorization: Bearer …")
+        path = request.url.path
+        if not path.isprintable() or not {".", ".."}.isdisjoint(path.split("/")):
+            # httpx would resolve the dots, and so ask for a route that no client may call.
+            raise HTTPException(404)
         self._check_room()
         body = await request.body()
         exchange = _Exchange(request, self._config.request_timeout_s, self._counts)
@@ -154,11 +159,15 @@ class _Exchange:
     async def begin(self, client: httpx.AsyncClient, body: bytes, ended: Callable[[], object]) -> Response:
         """Send the request; the answer comes back as soon as it has begun."""
         request = self._request
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _NOT_PASSED_ON]
+        # Bytes: what is not ASCII goes on as it came.
+        headers = [
+            (k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in _NOT_PASSED_ON
+        ]
+        ours = [(b"x-request-id", request_id(request).encode()), (b"accept-encoding", b"identity")]
         sent = client.build_request(
             request.method,
             httpx.URL(path=request.url.path, query=request.url.query.encode()),
-            headers=[*headers, ("x-request-id", request_id(request))],
+            headers=[*headers, *ours],
             content=body if request.method == "POST" else None,
         )
         async with self._bounded():

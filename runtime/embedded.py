@@ -226,7 +226,9 @@ class EmbeddedEngine:
 
     def _tail(self, sequence: EngineSequence) -> int:
         """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's."""
-        long = sequence.computed > 0 or sequence.remaining > self._token_budget
+        # (What a cache had is no chunk: cut for its sake, a short prompt would only take one step more.)
+        begun = sequence.computed > (sequence.cached_tokens or 0)
+        long = begun or sequence.remaining > self._token_budget
         return self._token_budget // _TAIL_SHARE if sequence.prefill_only and long else 0
 
     def _cut(self, turn: Turn) -> Turn:

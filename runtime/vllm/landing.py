@@ -200,7 +200,6 @@ class Landing:
                 token_start=load.token_start,
             )
         except (LinkLost, NoPages, ValueError) as error:
-            self._blocks.take_free()  # Nothing of it was ever granted.
             self._fail(loading, str(error))
             return
         loading.granted = True

@@ -123,8 +123,9 @@ class Pushing:
                 self._planners.pop(key, None)
             case LinkRefusal(_, reason):
                 _log.warning("no link: %s", reason)
-            case Received(key, Grant() as grant):
-                self._grants[grant.ticket] = (key, unpack_u32(grant.pages))
+            # What the ledger refuses, or has already, changes nothing here.
+            case Received(key, Grant() as grant) if len(grant.pages) % 4 == 0:
+                self._grants.setdefault(grant.ticket, (key, unpack_u32(grant.pages)))
             case _:
                 pass
         tell_sender(self._sender, now, event)
@@ -135,9 +136,11 @@ class Pushing:
         self._writers.look(now)
         self._sender.reap(now)
         self._carry_out(now)
-        if len(self._grants) > 4096:  # Grants whose calls never came have long been refused by the ledger.
+        if len(self._grants) > 8192:
+            # The ledger has long refused the older ones whose calls never came; newer ones may still wait for theirs.
             live = {request.ticket for request in self._requests.values()}
-            self._grants = {ticket: pages for ticket, pages in self._grants.items() if ticket in live}
+            for ticket in [one for one in list(self._grants)[:4096] if one not in live]:
+                del self._grants[ticket]
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next."""
@@ -234,6 +237,8 @@ class Pushing:
         """Why its blocks cannot go where the grant wants them, or ""."""
         assert request.wanted is not None
         start, end = request.wanted
+        if request.ticket not in self._grants:
+            return "its grant is not known any more"
         key, targets = self._grants[request.ticket]
         ready = min(request.computed, end)
         if ready <= start:
@@ -257,7 +262,8 @@ class Pushing:
         known = self._requests.get(request.request_id) is request
         if known and request.finished is not None and request.released:
             del self._requests[request.request_id]
-            self._grants.pop(request.ticket, None)
+            if request.wanted is not None:  # Else the ticket, and its grant, may be another request's.
+                self._grants.pop(request.ticket, None)
             self._results.sent(request.request_id)
 
     def _release(self, request_id: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kit.live_server import TOKEN
+from kvrail.frontend import vllm_link
 from kvrail.frontend.server import listening_socket
 from kvrail.frontend.vllm_launch import serve_vllm
 from kvrail.frontend.vllm_link import VllmLink
@@ -48,6 +50,7 @@ class Behind:
         self.state = ServerState(card=_CARD, max_num_seqs=1, requests=0)
         self.left = threading.Event()
         self.hold = threading.Event()
+        self.hangs = threading.Event()
         routes = [
             Route(STATE_ROUTE, self._state),
             Route(PREFILL_ROUTE, self._prefill, methods=["POST"]),
@@ -58,6 +61,8 @@ class Behind:
         self.app = Starlette(routes=routes)
 
     async def _state(self, _: Request) -> Response:
+        while self.hangs.is_set():
+            await asyncio.sleep(0.01)
         return Response(msgspec.msgpack.encode(self.state))
 
     async def _prefill(self, request: Request) -> Response:
@@ -174,11 +179,20 @@ def serving(folder: Path, behind: Behind, **settings: Any) -> Iterator[Front]:
 def test_a_request_passes_through_unchanged(tmp_path: Path, behind: Behind) -> None:
     with serving(tmp_path, behind) as front:
         sent = '{"prompt": "ü",   "odd": [1]}'.encode()
-        headers = {"content-type": "application/json", "x-data-parallel-rank": "1", "x-request-id": "mine"}
-        answer = front.http.post("/v1/completions?a=1&b=%20", content=sent, headers=headers)
+        headers = {
+            "content-type": "application/json",
+            "x-data-parallel-rank": "1",
+            "x-request-id": "mine",
+            "x-title": "Übung",
+        }
+        answer = front.http.post(
+            "/v1/completions?a=1&b=%20", content=sent, headers=httpx.Headers(headers, encoding="utf-8")
+        )
         ((query, seen, body),) = behind.seen
         assert (query, body) == ("a=1&b=%20", sent)
         assert "x-data-parallel-rank" not in seen
+        assert seen["x-title"].encode("latin-1").decode() == "Übung"
+        assert seen["accept-encoding"] == "identity", "bytes are passed on as they are"
         assert seen["x-request-id"] != "mine", "inside, our own names requests"
         assert (answer.status_code, answer.json(), answer.headers["x-mine"]) == (201, {"text": "ä"}, "1")
         assert answer.headers["x-kvrail-prefill"] == "remote"
@@ -188,6 +202,18 @@ def test_a_request_passes_through_unchanged(tmp_path: Path, behind: Behind) -> N
         assert "vllm:num_requests_running 0.0" in front.http.get("/metrics").text
         for path in (STATE_ROUTE, PREFILL_ROUTE, CARD_ROUTE, "/inference/v1/generate", "/reset_prefix_cache"):
             assert front.http.post(path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/v1/%2e%2e/kvrail/state", "/v1/../kvrail/state", "/v1/x/%2E./..%2fkvrail/state", "/v1/%00", "/v1/%0a"],
+)
+def test_no_path_leads_out_of_what_clients_may_call(tmp_path: Path, behind: Behind, target: str) -> None:
+    with serving(tmp_path, behind) as front, socket.socket() as raw:
+        raw.settimeout(10)
+        raw.connect(front._listener.getsockname())
+        raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert raw.recv(1000).split()[1] == b"404"
 
 
 def test_keys_and_room(tmp_path: Path, behind: Behind) -> None:
@@ -235,6 +261,18 @@ def test_time_is_limited(tmp_path: Path, behind: Behind) -> None:
         answer = front.http.post("/v1/stream?kind=whole", json={})
         assert answer.status_code == 200
         assert '"timeout_error"' in answer.text
+
+
+def test_a_server_that_hangs_holds_nobody(
+    tmp_path: Path, behind: Behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_link, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(vllm_link, "_SILENT_S", 0.5)
+    with serving(tmp_path, behind) as front:
+        behind.hangs.set()
+        assert front.http.post("/v1/completions?wait=1", json={}).status_code == 503
+        behind.hangs.clear()
+        front.wait_ready()
 
 
 def test_a_stop_ends_streams_in_good_order(tmp_path: Path, behind: Behind) -> None:

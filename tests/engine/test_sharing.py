@@ -134,6 +134,20 @@ def test_prefill_only_keeps_pages_and_never_writes_them_again(models, prompt, gr
     rig.assert_idle()
 
 
+def test_a_prefix_hit_does_not_cut_a_short_prompt(models, prompt, greedy) -> None:
+    """Only prompts that a step cannot hold end in a short chunk: a hit must cost no step, and change no rounding."""
+    rig = models.rig(max_num_batched_tokens=64)
+    one = prompt(60)
+    rig.generate([one[:20]], greedy(1))
+    begun = len(rig.steps)
+    rig.engine.add("p", one, greedy(1), prefill_only=True)
+    rig.drain()
+    assert rig.finished["p"].cached_tokens == 16
+    assert len(rig.steps) - begun == 1
+    rig.engine.release("p")
+    rig.assert_idle()
+
+
 def test_first_token_that_ends_the_request(models, prompt, greedy) -> None:
     one = prompt(12)
     token = models.expected(one, 1)[0]
