@@ -59,6 +59,7 @@ _NOT_PASSED_ON = _HOP_BY_HOP | {
     "expect",
     "host",
     "x-data-parallel-rank",
+    "x-kvrail-prefill",
     "x-request-id",
 }
 _NOT_PASSED_BACK = _HOP_BY_HOP | {"date", "server", "x-request-id"}
@@ -160,9 +161,9 @@ class _Exchange:
         """Send the request; the answer comes back as soon as it has begun."""
         request = self._request
         # Bytes: what is not ASCII goes on as it came.
-        headers = [
-            (k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in _NOT_PASSED_ON
-        ]
+        hop = {name.strip().lower() for name in request.headers.get("connection", "").split(",")}
+        ours_alone = hop | _NOT_PASSED_ON
+        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in ours_alone]
         ours = [(b"x-request-id", request_id(request).encode()), (b"accept-encoding", b"identity")]
         sent = client.build_request(
             request.method,

@@ -184,13 +184,16 @@ def test_a_request_passes_through_unchanged(tmp_path: Path, behind: Behind) -> N
             "x-data-parallel-rank": "1",
             "x-request-id": "mine",
             "x-title": "Übung",
+            "connection": "keep-alive, x-hop",
+            "x-hop": "1",
+            "x-kvrail-prefill": "remote",
         }
         answer = front.http.post(
             "/v1/completions?a=1&b=%20", content=sent, headers=httpx.Headers(headers, encoding="utf-8")
         )
         ((query, seen, body),) = behind.seen
         assert (query, body) == ("a=1&b=%20", sent)
-        assert "x-data-parallel-rank" not in seen
+        assert not {"x-data-parallel-rank", "x-hop", "x-kvrail-prefill"} & set(seen)
         assert seen["x-title"].encode("latin-1").decode() == "Übung"
         assert seen["accept-encoding"] == "identity", "bytes are passed on as they are"
         assert seen["x-request-id"] != "mine", "inside, our own names requests"
