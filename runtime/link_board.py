@@ -129,12 +129,14 @@ class LinkBoard:
         self._send(report)
 
 
-def forget_ended(reports: dict[_Key, LinkReport], key: _Key, report: LinkReport) -> list[_Key]:
-    """Put in a report as the newest; take out, and return, those that ended longest ago, beyond MOST_ENDED."""
+def forget_ended(
+    reports: dict[_Key, LinkReport], key: _Key, report: LinkReport, most: int = MOST_ENDED
+) -> list[_Key]:
+    """Put in a report as the newest; take out, and return, those that ended longest ago, beyond the newest `most`."""
     reports.pop(key, None)
     reports[key] = report
     ended = [key for key, known in reports.items() if known.state in ("down", "refused")]
-    oldest = ended[: max(0, len(ended) - MOST_ENDED)]
+    oldest = ended[: max(0, len(ended) - most)]
     for key in oldest:
         del reports[key]
     return oldest

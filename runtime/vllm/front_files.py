@@ -22,6 +22,8 @@ __all__ = ["Address", "PeersFile", "StatusFile"]
 Address = tuple[str, int]
 _LOOK_S = 0.5
 # Counters of a busy engine change with every request.
+# Links that are over, in a file that is written anew whenever one changes.
+_ENDED_SHOWN = 8
 _WRITE_S = 1.0
 
 
@@ -96,7 +98,8 @@ class StatusFile:
     def _told(self, message: ToFront) -> None:
         if isinstance(message, LinkReport):
             # A PE hears of a new peer at every restart of a CE, for ever.
-            forget_ended(self._reports, LinkKey(message.incarnation, message.rank), message)
+            key = LinkKey(message.incarnation, message.rank)
+            forget_ended(self._reports, key, message, _ENDED_SHOWN)
             self._changed = True
 
     def _link(self, key: LinkKey, report: LinkReport, address: str, arrived: float) -> dict[str, Any]:
