@@ -22,9 +22,9 @@ __all__ = ["Address", "PeersFile", "StatusFile"]
 Address = tuple[str, int]
 _LOOK_S = 0.5
 # Counters of a busy engine change with every request.
+_WRITE_S = 1.0
 # Links that are over, in a file that is written anew whenever one changes.
 _ENDED_SHOWN = 8
-_WRITE_S = 1.0
 
 
 class PeersFile:
