@@ -31,6 +31,8 @@ _TEXTS = (
     "In 1969, three astronauts left for the moon. When they returned,",
     "Die Würde des Menschen ist unantastbar. 日本語のテキスト 🙂 and back to English:",
 )
+# Longer than from one report of a rank to the next.
+_REPORTED_S = 0.6
 # A model whose every layer has a window has no pages, and one without any no states.
 _ARRIVED = r"^kvrail_link_(?:pages|states)_total\{(.*?)\} (\S+)$"
 _CHAT = (
@@ -113,9 +115,10 @@ def _difference(ref: tuple[list[Any], str, str], split: tuple[list[Any], str, st
 async def pages_received(client: httpx.AsyncClient, lane: str | None, *, beyond: float = -1.0) -> float:
     """Pages and state slots that the CE has received by one-sided writes, over `lane` ("shm", "put/cma", …; None: any).
 
-    Ranks report a few times a second: waits up to two seconds for more than `beyond`.
+    Ranks report a few times a second: waits up to two seconds for more than `beyond`, and until nothing more comes.
     """
     deadline = time.monotonic() + 2.0
+    last = -1.0
     while True:
         text = (await client.get("/metrics")).text
         total = 0.0
@@ -123,9 +126,10 @@ async def pages_received(client: httpx.AsyncClient, lane: str | None, *, beyond:
             found = dict(re.findall(r'(\w+)="(.*?)"', labels))
             if lane is None or lane in (found["lane"], f"{found['lane']}/{found['transport']}"):
                 total += float(value)
-        if total > beyond or time.monotonic() > deadline:
+        if beyond < total == last or time.monotonic() > deadline:
             return total
-        await asyncio.sleep(0.1)
+        last = total
+        await asyncio.sleep(_REPORTED_S)
 
 
 async def check(
