@@ -25,6 +25,7 @@ __all__ = ["FixedDecode", "FixedPlan", "NotFixed"]
 _PLAN_BYTES = 8 << 20
 # Of its codes: no mask (a single token sees all of its pages), and [tokens, heads, dim].
 _NON_CAUSAL, _NHD = 0, 0
+_OTHER = "layers with a window, capped scores, sinks or values of another width"
 
 
 class NotFixed(RuntimeError):
@@ -92,6 +93,12 @@ class FixedDecode:
         """What computes attention of a step with `rows` rows, whose plan looks like `shape`."""
         return FixedPlan(self, pool, self.tables.device(rows), shape)
 
+    def store(
+        self, pool: torch.Tensor, layer: int, tables: Tables, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store K and V of the new tokens, those of rows too many nowhere."""
+        self._store(pool, layer, as_rows(key, pool.dtype), as_rows(value, pool.dtype), tables.places)
+
     def attend(
         self,
         pool: torch.Tensor,
@@ -99,13 +106,10 @@ class FixedDecode:
         tables: Tables,
         shape: list[int],
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Store K and V, then attend, as StepPlan.attend."""
+        """Attend, as StepPlan.attend, with K and V in their places."""
         made = self._attention
-        self._store(pool, layer, as_rows(key, pool.dtype), as_rows(value, pool.dtype), tables.places)
         q = as_rows(query, query.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         made.module.paged_run(
@@ -143,6 +147,14 @@ class FixedPlan:
         self.tokens = tables.tokens
         self._made, self._pool, self._tables, self._shape = made, pool, tables, shape
 
+    def store(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, *, sliding_window: int | None = None
+    ) -> None:
+        """See StepPlan.store. Raises NotFixed, as `attend`."""
+        if sliding_window is not None or not key.shape[2] == value.shape[2] == self._pool.shape[-1]:
+            raise NotFixed(_OTHER)
+        self._made.store(self._pool, layer, self._tables, key, value)
+
     def attend(
         self,
         layer: int,
@@ -156,8 +168,7 @@ class FixedPlan:
         s_aux: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See StepPlan.attend. Raises NotFixed for layers that FlashInfer's kernels here do not cover."""
-        width = self._pool.shape[-1]
-        plain = softcap is None and s_aux is None and key.shape[2] == value.shape[2] == width
-        if sliding_window is not None or not plain:
-            raise NotFixed("layers with a window, capped scores, sinks or values of another width")
-        return self._made.attend(self._pool, layer, self._tables, self._shape, query, key, value, scaling)
+        if softcap is not None or s_aux is not None:
+            raise NotFixed(_OTHER)
+        self.store(layer, key, value, sliding_window=sliding_window)
+        return self._made.attend(self._pool, layer, self._tables, self._shape, query, scaling)

@@ -32,6 +32,7 @@ from kvrail.runtime.decode_graphs import DecodeGraphs
 from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.last_layer import Tail, read_rows, spare_last_layer
 from kvrail.transfer.layout import PageLayout
 
 __all__ = ["PagedModel", "pool_tensor", "ring_tensor"]
@@ -46,6 +47,8 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05}
 # The same with experts in 16 bits: rounding sends tokens near a tie to other experts, in a right engine as well. Logits
 # that have nothing to do with each other differ by 1.4.
 _TOLERANCE_EXPERTS = 0.9
+# So many tokens that nobody reads are worth the second plan of a step and a few launches; on a CPU any are.
+_LEAST_SPARED = {"cpu": 1, "cuda": 512}
 
 
 def _paged_attention(
@@ -132,6 +135,9 @@ class PagedModel:
         self._model: Any = model
         self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
+        spare_last_layer(self._model)
+        self._ends_in_window = not kinds[-1]
+        self._least_spared = 1
         self.device: torch.device = model.device
         dtype = getattr(torch, layout.dtype)
         compiled, name = _attention(attention, self.device, layout, model.config, progress)
@@ -177,6 +183,7 @@ class PagedModel:
                 expected = _own_logits(model, _check_prompts(model))
                 paged = cls(model, layout, attention, progress, cuda_graphs=cuda_graphs)
                 paged._check(expected)
+                paged._least_spared = _LEAST_SPARED[paged.device.type]
         except torch.OutOfMemoryError as error:
             remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
             raise ConfigError(out_of_memory(place, "loading the model", remedy)) from error
@@ -224,14 +231,22 @@ class PagedModel:
                 if logits is not None:
                     return logits
             plan = self._plan(pool, slices, self._activations, rings)
-            ids, kept = upload(pool.device, (tokens.astype(np.int64), np.asarray(wanted, dtype=np.int64)))
-            return self._logits(ids, plan, kept).float()
+            flat = tokens.astype(np.int64)
+            read = read_rows(slices, wanted, single=self._ends_in_window, least=self._least_spared)
+            if read is None:
+                ids, kept = upload(pool.device, (flat, np.asarray(wanted, dtype=np.int64)))
+                return self._logits(ids, plan, kept).float()
+            ids, kept, rows = upload(pool.device, (flat, read.wanted, read.rows))
+            tail = Tail(rows, lambda: self._plan(pool, read.slices, self._activations, rings))
+            return self._logits(ids, plan, kept, tail).float()
 
     def _decode(self, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         # 0: of all tokens.
         return self._logits(ids, plan, 0)
 
-    def _logits(self, ids: torch.Tensor, plan: AttentionPlan, kept: torch.Tensor | int) -> torch.Tensor:
+    def _logits(
+        self, ids: torch.Tensor, plan: AttentionPlan, kept: torch.Tensor | int, tail: Tail | None = None
+    ) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             input_ids=ids[None],
             position_ids=plan.positions[None],
@@ -240,6 +255,7 @@ class PagedModel:
             logits_to_keep=kept,
             plan=plan,
             places=self._places,
+            tail=tail,
         ).logits[0]
         return logits
 
