@@ -71,8 +71,9 @@ class _Json(Request):
 
     async def json(self) -> Any:
         body = await self.body()
+        marks, commas = sum(map(body.count, (b"[", b"{", b":"))), body.count(b",")
         # Even to read so many would take seconds. Those in texts count as well; no text that a model takes has so many.
-        if len(body) > _MOST_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > _MOST_MARKS:
+        if marks > _MOST_MARKS:
             raise _too_many_parts()
         try:
             found = msgspec.json.decode(body)
@@ -82,7 +83,9 @@ class _Json(Request):
                 f"the body is not valid JSON: {error}. It must be UTF-8, without NaN, infinities or lone surrogates, "
                 "and not nested deeply",
             ) from None
-        _check_size(found)
+        # With so few marks there is nothing to count: each field, object and list has one, each other element a comma.
+        if marks > _MOST_FIELDS or marks + commas > _MOST_ELEMENTS:
+            _check_size(found)
         return found
 
 

@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
@@ -136,11 +138,11 @@ def openai_routes(
                 tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
             else:
                 tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
-                first_words = repr(tokens[:_AFFINITY_TOKENS])
+                first_words = repr(prompt[:_AFFINITY_TOKENS])
             echo = None
             if body.echo:
-                text = prompt if isinstance(prompt, str) else _text_of(tokens, renderer, body)
-                echo = Echo(text, tokens, only=body.prompt_only)
+                text = prompt if isinstance(prompt, str) else _text_of(prompt, renderer, body)
+                echo = Echo(text, tokens.tolist(), only=body.prompt_only)
             job = _job(request, "completions", body, tokens, limit, first_words, grammar, place)
             prompts.append((job, (), echo))
         return await answer(request, body, prompts, CompletionForm)
@@ -166,7 +168,7 @@ def openai_routes(
         request: Request,
         api: str,
         body: GenerationRequest,
-        tokens: list[int],
+        tokens: npt.NDArray[np.uint32],
         limit: int,
         first_words: str,
         grammar: str,

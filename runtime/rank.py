@@ -23,6 +23,7 @@ import zmq
 from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.interpreter import begin_serving
 from kvrail.runtime.messages import (
     CacheFlushed,
     FlushCache,
@@ -215,6 +216,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
             loop.stopping = True
 
         signal.signal(signal.SIGTERM, stop)
+        begin_serving()
         front.send(
             Ready(
                 self_rank=PeerRank(
