@@ -295,8 +295,8 @@ class LaunchConfig:
             "--lane peer on a ce needs its pages in GPU memory: give --device cuda",
         )
         _require(
-            self.attention in ("auto", "flashinfer", "torch"),
-            f"--attention {self.attention}: must be auto, flashinfer or torch",
+            self.attention in ("auto", "torch") or (self.attention == "flashinfer" and on_gpu),
+            f"--attention {self.attention}: must be auto or torch, or with --device cuda flashinfer",
         )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
         _require_lane(self.require_lane, self.lane, self.put_transport)
