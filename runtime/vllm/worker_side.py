@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.meta import ForScheduler, StepFacts
 from kvrail.runtime.vllm.results import Outcome
 from kvrail.runtime.vllm.service import Service
 
@@ -32,7 +32,7 @@ class WorkerSide:
     def __init__(self) -> None:
         self._service: Service | None = None
         self._facts: StepFacts | None = None
-        self._tokens: dict[str, int] = {}
+        self._news = ForScheduler()
 
     def start(self, service: Service) -> None:
         """The KV tensors are registered."""
@@ -66,17 +66,17 @@ class WorkerSide:
         self._service.post(StepFacts(chunks=facts.chunks), after)
 
     def outcome(self) -> Outcome:
-        """What has happened since the last step. `tokens` are kept for `take_tokens` as well."""
+        """What has happened since the last step. Its news are kept for `take_news` as well."""
         if self._service is None:
             return Outcome()
         outcome = self._service.results.take()
-        self._tokens = outcome.tokens
+        self._news = outcome.news
         return outcome
 
-    def take_tokens(self) -> dict[str, int]:
-        """First tokens of the requests in the last outcome."""
-        tokens, self._tokens = self._tokens, {}
-        return tokens
+    def take_news(self) -> ForScheduler:
+        """What the scheduler's side is to hear of the last outcome."""
+        news, self._news = self._news, ForScheduler()
+        return news
 
     @property
     def device(self) -> _ucx.CudaDevice | None:

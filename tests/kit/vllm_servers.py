@@ -65,7 +65,10 @@ class VllmServer:
         command += ["--max-num-batched-tokens", "256", "--kv-transfer-config", json.dumps(transfer), *more]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.http = httpx.Client(base_url=self.url, timeout=120.0)
+        # Nothing is kept alive: a server that is busy may close a connection just as it is used again.
+        self.http = httpx.Client(
+            base_url=self.url, timeout=120.0, limits=httpx.Limits(max_keepalive_connections=0)
+        )
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + _START_S
