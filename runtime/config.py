@@ -168,7 +168,9 @@ class LaunchConfig:
     ignore_unknown_fields: bool = _setting(
         False, "leave out fields of requests that are not known (logged once each) instead of refusing them"
     )
-    api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
+    api_key_file: str | None = _setting(
+        None, "ce, single: file with API keys, one a line, for the OpenAI routes"
+    )
     ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
     ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")
     ssl_ca_certs: str | None = _setting(
@@ -230,14 +232,9 @@ class LaunchConfig:
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
         )
-        _require(
-            self.state_slots is None or 1 <= self.state_slots < 2**31,
-            "--state-slots must be at least 1 and below 2^31",
-        )
-        _require(
-            self.hicache_state_slots is None or 1 <= self.hicache_state_slots < 2**31,
-            "--hicache-state-slots must be at least 1 and below 2^31",
-        )
+        slots = {"--state-slots": self.state_slots, "--hicache-state-slots": self.hicache_state_slots}
+        for flag, count in slots.items():
+            _require(count is None or 1 <= count < 2**31, f"{flag} must be at least 1 and below 2^31")
         _require(self.hicache_state_interval >= 1, "--hicache-state-interval must be at least 1")
         _require(
             self.hicache_size_gb is None or 0 <= self.hicache_size_gb <= 2**20,
@@ -311,6 +308,10 @@ class LaunchConfig:
         _require(
             (self.ssl_certfile is None) == (self.ssl_keyfile is None),
             "--ssl-certfile and --ssl-keyfile go together",
+        )
+        _require(
+            self.role != "pe" or self.api_key_file is None,
+            "--api-key-file guards the OpenAI routes, which a pe has not: give it to the ce (a pe has a cluster token)",
         )
         for flag, host in (("--host", self.host), ("--kv-host", self.kv_host)):
             _require(
