@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +159,8 @@ class Renderer:
     def ids(self, tokens: list[int], param: str = "prompt") -> npt.NDArray[np.uint32]:
         """Token ids as they came, checked against the vocabulary. Raises BadRequest."""
         try:
-            found = np.array(tokens, np.int64)
+            # (numpy takes three times as long to read a list of Python's integers.)
+            found = np.frombuffer(array("q", tokens), np.int64)
             wrong = np.flatnonzero(found.view(np.uint64) >= self.vocabulary)
         except OverflowError:
             wrong = np.asarray([n for n, token in enumerate(tokens) if not 0 <= token < self.vocabulary])

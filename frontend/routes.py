@@ -39,6 +39,7 @@ from kvrail.frontend.responses_form import ResponsesForm
 from kvrail.frontend.responses_shapes import ResponsesRequest
 from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
 from kvrail.frontend.structured import check_grammar, json_grammar
+from kvrail.frontend.taking_turns import others_first
 from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
@@ -53,6 +54,8 @@ _log = logging.getLogger(__name__)
 # How much of a bare prompt stands for its conversation in routing: continued prompts begin alike.
 _AFFINITY_CHARS = 1024
 _AFFINITY_TOKENS = 256
+# More token ids than these take long enough to check for others to be let through before and behind.
+_LONG_PROMPT = 4096
 
 
 def openai_routes(
@@ -137,7 +140,12 @@ def openai_routes(
                 check_text(len(prompt))
                 tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
             else:
+                long = len(prompt) > _LONG_PROMPT
+                if long:
+                    await others_first()
                 tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
+                if long:
+                    await others_first()
                 first_words = repr(prompt[:_AFFINITY_TOKENS])
             echo = None
             if body.echo:
