@@ -36,7 +36,9 @@ def application(prefill: str, decode: str) -> web.Application:
         client = request.app[_CLIENT]
         async with client.post(f"{prefill}{request.path}", json=first) as answer:
             if answer.status != 200:
-                return web.Response(status=answer.status, body=await answer.read())
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type=answer.content_type
+                )
             params = (await answer.json())["kv_transfer_params"]
         async with client.post(
             f"{decode}{request.path}", json=body | {"kv_transfer_params": params}
