@@ -40,7 +40,7 @@ class VllmServer:
         more: Sequence[str] = (),
     ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.log = folder / f"{name}.log"
+        self.model, self.log = model, folder / f"{name}.log"
         role = "kv_producer" if name.startswith("pe") else "kv_consumer"
         transfer = {
             "kv_connector": "KvrailConnector",
@@ -116,6 +116,12 @@ class VllmServer:
         while busy := self.busy():
             assert time.monotonic() < deadline, busy
             time.sleep(0.2)
+
+    def freeze(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
