@@ -72,8 +72,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         _log_progress,
         device=device,
         attention=config.attention,
-        # A prefill engine never decodes.
-        cuda_graphs=config.cuda_graphs and config.role != "pe",
+        cuda_graphs=config.cuda_graphs,
+        # A prefill engine never does.
+        decodes=config.role != "pe",
     )
     layout = model.layout
     pages, state_slots = pool_sizes(config, layout, free_bytes(device))

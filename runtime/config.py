@@ -102,7 +102,7 @@ class LaunchConfig:
         "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
     )
     cuda_graphs: bool = _setting(
-        True, "replay decoding steps as CUDA graphs, where attention is FlashInfer's"
+        True, "replay decoding and other short steps as CUDA graphs, where attention is FlashInfer's"
     )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
