@@ -9,7 +9,7 @@ shared pages. On a GPU a step that samples nothing returns while its work is sti
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -142,10 +142,13 @@ class EmbeddedEngine:
         first_tokens: Mapping[int, int],
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
+        keys: Sequence[bytes] = (),
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
+        sequence = EngineSequence(
+            sequence_id, tokens, sampling, cache=cache, grammars=self._grammars, keys=keys
+        )
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
         self._roster.run(sequence)
@@ -247,7 +250,7 @@ class EmbeddedEngine:
                     sequence.queued = number
                 logits = self._model.forward(
                     self._memory.pages,
-                    np.asarray(batch.tokens),
+                    batch.tokens,
                     batch.slices,
                     batch.wanted,
                     self._memory.rings,
