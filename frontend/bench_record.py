@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 __all__ = ["Record", "bytes_text", "record_table", "way_text"]
@@ -81,31 +80,44 @@ def bytes_text(count: int) -> str:
 
 
 def record_table(records: Sequence[Record]) -> Table:
-    """A row a record of one pair of memory kinds, in their order, with a line between cells."""
+    """A row a record of one pair of memory kinds, in their order, with an empty line between cells; 80 columns hold it.
+
+    Whether pages arrived as they were sent has a column only when some did not.
+    """
     kinds = records[0].memory if records else ""
     table = Table(
-        title=f"{kinds}: from the call until the receiver's Python knows that all pages are there",
-        box=box.SIMPLE,
+        title=f"{kinds}: until the receiver's Python knows that all pages are there",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="underline",
     )
-    for column in ("way", "page"):
+    for column in ("way", "pages"):
         table.add_column(column, no_wrap=True)
-    for column in ("pages", "median µs", "p99 µs", "GB/s", "µs/page", "same"):
+    for column in ("median µs", "p99 µs", "GB/s", "µs/page"):
         table.add_column(column, justify="right", no_wrap=True)
+    wrong = not all(record.verified for record in records)
+    if wrong:
+        table.add_column("same", no_wrap=True)
     before = None
     for record in records:
         cell = (record.page_bytes, record.pages)
         if before not in (None, cell):
-            table.add_section()
+            table.add_row()
         before = cell
-        how = f" {record.threads} {record.pace}" if record.pace else ""
-        table.add_row(
+        how = f"{record.threads} {record.pace}" if record.pace else f"x {record.pages}"
+        row = [
             way_text(record),
-            bytes_text(record.page_bytes),
-            f"{record.pages}{how}",
-            f"{record.median_us:,.1f}",
-            f"{record.p99_us:,.1f}",
-            f"{record.gb_per_s:.2f}",
-            f"{record.us_per_page:.2f}",
-            "yes" if record.verified else "[bold red]NO[/]",
-        )
+            f"{bytes_text(record.page_bytes)} {how}",
+            _figure(record.median_us),
+            _figure(record.p99_us),
+            _figure(record.gb_per_s),
+            "" if record.pace else _figure(record.us_per_page),
+        ]
+        table.add_row(*row, *(["yes" if record.verified else "[bold red]NO[/]"] if wrong else []))
     return table
+
+
+def _figure(value: float) -> str:
+    """Three digits, or all before the point, or three behind it."""
+    digits = next((digits for digits, least in ((0, 100), (1, 10), (2, 1)) if value >= least), 3)
+    return f"{value:,.{digits}f}"

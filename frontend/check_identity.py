@@ -21,7 +21,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from kvrail.frontend.refusing import refuse
+from kvrail.frontend.two_servers import ask, split_card
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -206,16 +206,6 @@ async def check(
     return report
 
 
-def _get(client: httpx.Client, url: str) -> dict[str, Any]:
-    try:
-        response = client.get(url)
-        response.raise_for_status()
-        body: dict[str, Any] = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        refuse("check_identity", f"cannot ask {url}: {error}")
-    return body
-
-
 def main(
     ref: Annotated[str, typer.Option(help="URL of a single engine")],
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
@@ -236,16 +226,8 @@ def main(
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=30, headers=headers) as client:
-        card = _get(client, f"{split}/v1/models")["data"][0]
-        theirs = _get(client, f"{ref}/v1/models")["data"][0]
-        if theirs["id"] != card["id"]:
-            refuse(
-                "check_identity",
-                f"the two servers name different models: ref {theirs['id']}, split {card['id']}",
-            )
-        if card["max_model_len"] is None:
-            refuse("check_identity", f"{split} is still loading its model")
-        lanes = _get(client, f"{split}/lanes")
+        card = split_card("check_identity", client, ref, split)
+        lanes = ask("check_identity", client, f"{split}/lanes")
         page_tokens, window = lanes["page_tokens"], lanes["window"]
     longest = int(card["max_model_len"]) - max_tokens
     good = True

@@ -26,6 +26,7 @@ from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.request import Target, post
 from kvrail.frontend.refusing import refuse
+from kvrail.frontend.two_servers import ask, split_card
 
 __all__ = ["HELD", "StormReport", "main", "storm"]
 
@@ -215,19 +216,9 @@ def main(
     """Cut many requests at random moments, then compare as many. Exits 0 only when all is right and nothing is held."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with httpx.Client(timeout=30, headers=headers) as client:
-            card = client.get(f"{split}/v1/models").raise_for_status().json()["data"][0]
-            theirs = client.get(f"{ref}/v1/models").raise_for_status().json()["data"][0]
-            links = client.get(f"{split}/lanes").raise_for_status().json()["links"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        refuse("check_storm", f"cannot ask the servers: {error!r}")
-    if theirs["id"] != card["id"]:
-        refuse(
-            "check_storm", f"the two servers name different models: ref {theirs['id']}, split {card['id']}"
-        )
-    if card["max_model_len"] is None:
-        refuse("check_storm", f"{split} is still loading its model")
+    with httpx.Client(timeout=30, headers=headers) as client:
+        card = split_card("check_storm", client, ref, split)
+        links = ask("check_storm", client, f"{split}/lanes")["links"]
     pes = sorted({link["peer_url"] for link in links if link["state"] == "up" and link["peer_url"]})
     if not pes:
         refuse("check_storm", f"{split} has no link to a prefill engine")

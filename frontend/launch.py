@@ -22,8 +22,8 @@ from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.interpreter import begin_serving
+from kvrail.runtime.machine_check import check_machine
 from kvrail.runtime.process import RankProcesses
-from kvrail.runtime.visible_gpus import check_gpus
 from kvrail.runtime.vllm.command import check_settings
 from kvrail.runtime.vllm.installed import installed_version
 
@@ -52,7 +52,7 @@ def launch_role(config: LaunchConfig) -> int:
     token = load_cluster_token(config)
     check_certificate(config)
     client_trust(config)
-    check_gpus(config)
+    check_machine(config)
     # First: a port that is taken should be said before a model is loaded.
     listener = listening_socket(config)
     if config.engine == "vllm":

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrail.frontend.envelope import json_response
+from kvrail.frontend.health_route import health_route
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.peers import PeerWatcher
@@ -32,13 +33,9 @@ def status_routes(
 ) -> APIRouter:
     """The routes that watch over a role. None of them waits for anything."""
     router = APIRouter()
+    router.include_router(health_route(config))
 
     # HEAD as well: that is how some load balancers ask.
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health")
-    async def health() -> Response:
-        return json_response({"status": "alive", "role": config.role, "model": config.model_name})
-
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:

@@ -125,7 +125,9 @@ def _command(
             raise TransferError(str(error)) from None
     for failure in failures:
         console.print(f"[bold red]{escape(failure)}[/]", soft_wrap=True)
-    if not all(record.verified for record in records):
+    if all(record.verified for record in records):
+        console.print("all pages arrived as they were sent")
+    else:
         console.print("[bold red]some pages did not arrive as they were sent[/]")
         raise typer.Exit(1)
     if failures:
@@ -143,7 +145,8 @@ def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], n
         )
     if (os.cpu_count() or 1) <= 2:
         console.print(
-            "on 2 cores it matters which thread runs beside which: single pages take one of two times, 25 us apart"
+            "on 2 cores it matters which thread runs beside which: single pages take one of two times, 25 us apart",
+            soft_wrap=True,
         )
     backing = sorted({record.backing for record in records if record.memory == "host->host"})
     if backing:

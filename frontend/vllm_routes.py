@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrail.frontend.envelope import Unauthorized, json_response, until_disconnect
+from kvrail.frontend.health_route import health_route
 from kvrail.frontend.vllm_counts import ProxyCounts
 from kvrail.frontend.vllm_link import VllmLink
 from kvrail.runtime.config import LaunchConfig
@@ -27,13 +28,9 @@ def vllm_status_routes(
 ) -> APIRouter:
     """The routes that watch over a role."""
     router = APIRouter()
+    router.include_router(health_route(config))
 
     # HEAD as well: that is how some load balancers ask.
-    @router.head("/health", include_in_schema=False)
-    @router.get("/health")
-    async def health() -> Response:
-        return json_response({"status": "alive", "role": config.role, "model": config.model_name})
-
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:

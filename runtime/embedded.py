@@ -88,7 +88,7 @@ class EmbeddedEngine:
             self._compute,
             PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
         )
-        model.prepare_decoding(self._memory.pages, max_num_seqs, self.layout.pages_for(self.max_model_len))
+        model.prepare_steps(self._memory.pages, max_num_seqs, self.layout.pages_for(self.max_model_len))
         self._prefixes = self._memory.prefixes
         self._roster = Roster(pool, self._memory, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len)
         self._token_budget = max_num_batched_tokens

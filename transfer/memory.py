@@ -38,6 +38,7 @@ __all__ = [
     "OutOfMemory",
     "Pools",
     "available_bytes",
+    "free_hugetlb_bytes",
 ]
 
 # Pool ids on every link.
@@ -245,7 +246,7 @@ class Pools:
 def _allocate(nbytes: int, name: str, collapse: bool) -> tuple[int, int, int, bool]:
     """(sealed memfd, address and length of its mapping with every page present, whether it is hugetlb)."""
     size = -(-nbytes // _HUGE) * _HUGE
-    if _hugetlb_free() >= size:
+    if free_hugetlb_bytes() >= size:
         try:
             return *_map(size, name, os.MFD_HUGETLB, collapse), True
         except OSError:
@@ -334,7 +335,7 @@ def _thp_for_shared_memory() -> bool:
     return any(f"[{word}]" in setting for word in ("advise", "within_size", "always", "force"))
 
 
-def _hugetlb_free() -> int:
+def free_hugetlb_bytes() -> int:
     """Bytes of reserved 2 MiB pages that nobody has taken or been promised."""
     found = _meminfo("HugePages_Free:", "HugePages_Rsvd:", "Hugepagesize:")
     free, reserved, page_kib = (

@@ -32,6 +32,7 @@ __all__ = [
     "PutTransport",
     "checksum_pages",
     "context_settings",
+    "find_library",
     "load_library",
     "open_context",
     "open_reactor",
@@ -91,9 +92,21 @@ def load_library(choice: str | None = None) -> LibraryFacts:
 
     version = _ucx.library_version()
     if version[:2] < OLDEST_UCX:
-        told, wanted = ".".join(map(str, version)), ".".join(map(str, OLDEST_UCX))
-        raise TransferError(f"UCX {told} at {loaded} is too old, {wanted} or newer is needed")
+        raise TransferError(
+            f"UCX {_dotted(version)} at {loaded} is too old, {_dotted(OLDEST_UCX)} or newer is needed"
+        )
     return LibraryFacts(path=loaded, version=version, copy=_ucx.copy_kind())
+
+
+def find_library(choice: str | None = None) -> None:
+    """Raise TransferError when `load_library(choice)` would. Of the wheel only that there is one: loading takes 0.4 s.
+
+    Anything else is loaded into this process.
+    """
+    if (choice or "wheel") == "wheel":
+        _wheel_folder()
+    else:
+        load_library(choice)
 
 
 def context_settings(put_transport: PutTransport, kv_host: str, *, cuda: bool = False) -> dict[str, str]:
@@ -180,7 +193,14 @@ def _load(folder: Path | None) -> None:
             ctypes.CDLL(name if folder is None else str(folder / name))
         except OSError as error:
             where = "the system" if folder is None else str(folder)
-            raise TransferError(f"UCX cannot be loaded from {where}: {error}") from error
+            raise TransferError(
+                f"UCX cannot be loaded from {where} ({error}): install UCX {_dotted(OLDEST_UCX)} or newer there, or "
+                "use the wheel"
+            ) from error
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _loaded_libucp() -> Path | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvrail.runtime.config import is_loopback, runtime_directory
+from kvrail.runtime.config import environment, is_loopback, runtime_directory
 from kvrail.runtime.errors import ConfigError
 
 __all__ = ["Settings"]
@@ -72,6 +72,7 @@ class Settings:
                 f"kv_connector_extra_config: unknown key {unknown[0]!r}; KvrailConnector knows {', '.join(_KEYS)}"
             )
         values = {name: _value(name, extra) for name in _KEYS}
+        values["ucx"] = values["ucx"] or environment("KVRAIL_UCX")
         peers = _named(values.pop("peers"))
         role = roles[kv_role]
         if role == "ce" and not peers and values["peers_file"] is None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from socket import SOCK_DGRAM
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -149,8 +150,9 @@ class TestTheCheckCanFail:
         assert "token 0: ref" in said
         assert "logit gap" in said
 
-    def test_equal_but_local(self, stranger: Server) -> None:
-        status, said = self.run(stranger, stranger)
+    def test_equal_but_local(self, cluster: Cluster) -> None:
+        # The wrong way round.
+        status, said = self.run(cluster.split("shm").ce, cluster.single("shm"))
         assert status == 1, said
         assert "4 compared, 0 different, 4 not remote" in said
         assert "x-kvrail-prefill is 'local'" in said
@@ -164,8 +166,15 @@ class TestTheCheckCanFail:
     def test_bfloat16_tolerates_differences_only(self, cluster: Cluster, stranger: Server) -> None:
         status, said = self.run(stranger, cluster.split("shm").ce, "--dtype", "bfloat16")
         assert status == 0, said
-        status, said = self.run(stranger, stranger, "--dtype", "bfloat16")
+        status, said = self.run(cluster.split("shm").ce, cluster.single("shm"), "--dtype", "bfloat16")
         assert status == 1, said
+
+    def test_one_server_under_two_names(self, cluster: Cluster) -> None:
+        split = cluster.split("shm").ce
+        for ref in (split.url, split.url.replace("127.0.0.1", "localhost")):
+            status, said = self.run(SimpleNamespace(url=ref), split)  # type: ignore[arg-type]
+            assert status == 2, said
+            assert "are one server: its answers would be compared with themselves" in said
 
     def test_a_server_that_is_not_there(self, cluster: Cluster, tmp_path: Path) -> None:
         split = cluster.split("shm").ce

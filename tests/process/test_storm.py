@@ -62,7 +62,7 @@ def test_it_can_say_no(cluster: Cluster) -> None:
     status, said = run(single, split.ce, *few, "--expect-lane", "put/tcp")
     assert status == 1, said
     assert "received over lane put/tcp" in said
-    status, said = run(single, single, *few)
+    status, said = run(split.ce, single, *few)
     assert status == 2, said
     assert "has no link to a prefill engine" in said
 

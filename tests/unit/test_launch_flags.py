@@ -19,7 +19,7 @@ from kvrail.frontend import cli
 from kvrail.frontend.launch import _with_model_folder
 from kvrail.runtime.config import LaunchConfig, mps_sign, rank_environment
 from kvrail.runtime.errors import ConfigError
-from kvrail.runtime.visible_gpus import check_gpus
+from kvrail.runtime.machine_check import check_machine
 
 GOOD: dict[str, Any] = {"role": "ce", "model": "m"}
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -36,6 +36,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens"),
     ({"dtype": "int4"}, "--dtype int4"),
     ({"role": "pe", "pe_url": ("http://h",)}, "--pe-url is for --role ce only"),
+    ({"role": "pe", "api_key_file": "keys"}, "--api-key-file guards the OpenAI routes, which a pe has not"),
+    ({"state_slots": 0}, "--state-slots must be at least 1"),
+    ({"hicache_state_slots": 2**31}, "--hicache-state-slots must be at least 1 and below 2^31"),
     ({"pe_url": ("127.0.0.1:8889",)}, "--pe-url 127.0.0.1:8889: a URL such as http://"),
     ({"local_prefill": "never"}, "--local-prefill never needs at least one --pe-url"),
     ({"host": "0.0.0.0"}, "--host 0.0.0.0 is not loopback: give the cluster token with --token-file"),
@@ -52,6 +55,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"require_lane": "shm", "lane": "put"}, "--require-lane shm cannot hold with --lane put"),
     ({"require_lane": "peer", "lane": "put"}, "--require-lane peer cannot hold with --lane put"),
+    ({"attention": "flashinfer"}, "--attention flashinfer: must be auto or torch, or with --device cuda"),
     ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
     ({"device": "cuda:"}, "--device cuda:: must be cpu, cuda or cuda:N"),
     ({"device": "cuda:-1"}, "--device cuda:-1: must be cpu, cuda or cuda:N"),
@@ -173,15 +177,91 @@ def test_gpus_are_counted_before_anything_is_loaded(
         number._obj.value = visible
         return 0
 
-    driver = SimpleNamespace(cuInit=lambda flags: start, cuDeviceGetCount=count)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    _have_driver(monkeypatch, start, count)
     config = LaunchConfig(**GOOD, device="cuda", dp=2)
     if wrong:
         with pytest.raises(ConfigError, match=wrong):
-            check_gpus(config)
+            check_machine(config)
     else:
-        check_gpus(config)
-    check_gpus(LaunchConfig(**GOOD))
+        check_machine(config)
+    check_machine(LaunchConfig(**GOOD))
+
+
+def _have_driver(monkeypatch: pytest.MonkeyPatch, start: int, count: Any) -> None:
+    """A driver whose GPUs have 80 GiB each."""
+
+    def size(number: Any, device: int) -> int:
+        number._obj.value = 80 << 30
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: start, cuDeviceGetCount=count, cuDeviceTotalMem_v2=size)
+    monkeypatch.setattr(
+        "kvrail.runtime.machine_check.ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: driver})
+    )
+
+
+def test_pools_that_no_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(number: Any) -> int:
+        number._obj.value = 1
+        return 0
+
+    _have_driver(monkeypatch, 0, count)
+    check_machine(LaunchConfig(**GOOD, device="cuda", kv_memory_gb=79))
+    with pytest.raises(ConfigError, match=r"--kv-memory-gb 81: the GPU has 80\.0 GiB; take less"):
+        check_machine(LaunchConfig(**GOOD, device="cuda", kv_memory_gb=81))
+
+
+def test_compiled_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(number: Any) -> int:
+        number._obj.value = 1
+        return 0
+
+    _have_driver(monkeypatch, 0, count)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--attention flashinfer: FlashInfer is not installed: install"):
+        check_machine(LaunchConfig(**GOOD, device="cuda", attention="flashinfer"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"hicache_size_gb": 900000.0}, "--hicache-size-gb 900000: this machine has "),
+        ({"dp": 2, "kv_memory_gb": 900000.0}, "--kv-memory-gb 900000 for each of --dp 2: this machine has "),
+        # Of a net for documentation: no machine has it.
+        ({"token_file": "t", "kv_host": "198.51.100.7"}, "--kv-host 198.51.100.7: no network interface"),
+    ],
+)
+def test_what_this_machine_lacks(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_machine(LaunchConfig(role="pe", model="m", **asked))
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--ucx", "/no/such/folder", "--ucx: UCX cannot be loaded from /no/such/folder"),
+        ("--kv-memory-gb", "900000", "--kv-memory-gb 900000: this machine has "),
+    ],
+)
+def test_it_is_said_before_listening(flag: str, value: str, said: str, tmp_path: Path) -> None:
+    model = broken_model(tmp_path / "model")
+    status, told = run("--role", "pe", "--model", str(model), "--port", "0", flag, value, folder=tmp_path)
+    assert (status, len(told)) == (2, 1), told
+    assert said in told[0]
+
+
+def test_a_missing_ucx_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        ctypes.CDLL("libucp.so.0")
+    except OSError:
+        pass
+    else:
+        pytest.skip("there is a system UCX")
+    monkeypatch.setenv("KVRAIL_UCX", "system")
+    status, said = run("--role", "pe", "--model", str(broken_model(tmp_path / "model")), folder=tmp_path)
+    assert (status, len(said)) == (2, 1)
+    assert "KVRAIL_UCX: UCX cannot be loaded from the system" in said[0]
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_listening(tmp_path: Path) -> None:

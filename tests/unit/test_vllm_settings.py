@@ -19,6 +19,12 @@ from kvrail.transfer.layout import BlockLayout, PageLayout, require_equal
 PEER = {"peers": ["127.0.0.1:7000"]}
 
 
+def test_the_environment_s_choice_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRAIL_UCX", "system")
+    assert Settings.of("kv_producer", {}).ucx == "system"
+    assert Settings.of("kv_producer", {"ucx": "wheel"}).ucx == "wheel"
+
+
 def test_defaults_and_names() -> None:
     pe = Settings.of("kv_producer", {})
     assert (pe.role, pe.kv_host, pe.kv_port, pe.lane, pe.told_host) == (

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two servers that a check compares: both there, of one model, and not one and the same server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from kvrail.frontend.refusing import refuse
+
+__all__ = ["ask", "split_card"]
+
+
+def split_card(tool: str, client: httpx.Client, ref: str, split: str) -> dict[str, Any]:
+    """The model card of the split. Ends the program `tool` when the two cannot be compared."""
+    card = _card(tool, client, split)
+    theirs = _card(tool, client, ref)
+    if theirs["id"] != card["id"]:
+        refuse(tool, f"the two servers name different models: ref {theirs['id']}, split {card['id']}")
+    # Whatever the names and addresses under which it is reached.
+    same = ask(tool, client, f"{split}/health").get("instance")
+    if same is not None and same == _instance(client, ref):
+        refuse(
+            tool,
+            f"--ref {ref} and --split {split} are one server: its answers would be compared with themselves; start a "
+            "single engine (runtime launch --role single) for --ref",
+        )
+    if card["max_model_len"] is None:
+        refuse(tool, f"{split} is still loading its model")
+    return card
+
+
+def ask(tool: str, client: httpx.Client, url: str) -> dict[str, Any]:
+    """The JSON object at `url`, or the end of the program `tool`."""
+    try:
+        response = client.get(url)
+        response.raise_for_status()
+        body: dict[str, Any] = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        refuse(tool, f"cannot ask {url}: {error}")
+    return body
+
+
+def _card(tool: str, client: httpx.Client, url: str) -> dict[str, Any]:
+    try:
+        card: dict[str, Any] = ask(tool, client, f"{url}/v1/models")["data"][0]
+    except (KeyError, IndexError, TypeError):
+        refuse(tool, f"{url}/v1/models names no model")
+    return card
+
+
+def _instance(client: httpx.Client, ref: str) -> object:
+    """That of the reference, which may be any server with the routes of OpenAI."""
+    try:
+        return client.get(f"{ref}/health").json().get("instance")
+    except (httpx.HTTPError, ValueError, AttributeError):
+        return None
