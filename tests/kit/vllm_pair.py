@@ -51,6 +51,7 @@ class Worker:
             text=True,
             bufsize=1,
         )
+        self._status = Path(extra["status_file"])
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: set[str] = set()
@@ -114,6 +115,12 @@ class Worker:
         """What was written into these blocks, all tensors."""
         found: list[float | None] = self.do(do="look", blocks=list(blocks))
         return found
+
+    def links(self) -> dict[str, str]:
+        """The state of each link of a CE by the peer's address ("" when nobody is there any more), as a front sees it."""
+        if not self._status.exists():
+            return {}
+        return {link["address"]: link["state"] for link in json.loads(self._status.read_text())["links"]}
 
     def gauges(self) -> dict[str, int]:
         found: dict[str, int] = self.do(do="gauges")

@@ -51,7 +51,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key);
   void attach_control(int fd, Nanos interval);
   void set_beat(std::string payload);
-  std::pair<Nanos, std::string> peer_beat() const;
+  Control::PeerBeat peer_beat() const;
   void send(std::string message);
   void flush(std::uint64_t token);
   void fence();
