@@ -117,7 +117,7 @@ class Worker:
         return found
 
     def links(self) -> dict[str, str]:
-        """The state of each link of a CE by the peer's address ("" when nobody is there any more), as a front sees it."""
+        """The state of each link of a CE as a front sees it, by the peer's address ("" when it is not there)."""
         if not self._status.exists():
             return {}
         return {link["address"]: link["state"] for link in json.loads(self._status.read_text())["links"]}
