@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.frontend.prefill_call import PrefillCalls, RemotePrefill
@@ -35,7 +36,7 @@ __all__ = ["Dispatcher", "Job"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request, ready to be served. `outcome` is set by whoever ends it early for a good reason.
 
@@ -45,7 +46,7 @@ class Job:
 
     request_id: str
     api: str
-    tokens: list[int]
+    tokens: npt.NDArray[np.uint32]
     sampling: Sampling
     affinity: bytes
     cache: CacheUse = CACHE_USED
@@ -111,7 +112,7 @@ class Dispatcher:
         note = _Note(job)
         if self._prefixes is not None and job.cache.use:
             first = namespace("", salt=job.cache.salt)
-            extend_keys(job.page_keys, first, np.array(job.tokens, dtype=np.uint32), self._config.page_tokens)
+            extend_keys(job.page_keys, first, job.tokens, self._config.page_tokens)
         try:
             if job.sampling.prompt_logprobs is not None and self._local_prefill == "never":
                 raise BadRequest(

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from kvrail.frontend.envelope import Unauthorized
+from kvrail.frontend.taking_turns import others_first
 from kvrail.runtime.control.auth import ApiKeys
 
 __all__ = ["keyed_route"]
@@ -26,6 +27,8 @@ _MOST_TOLD = 256
 _MOST_FIELDS = 20_000
 _MOST_ELEMENTS = 2_000_000
 _MOST_MARKS = 1_000_000
+# To read more bytes than these takes long enough for others to be let through before and after.
+_LONG_BODY = 32_768
 
 
 def keyed_route(
@@ -78,8 +81,11 @@ class _Json(Request):
 
     async def json(self) -> Any:
         body = await self.body()
+        if len(body) > _LONG_BODY:
+            await others_first()
+        marks, commas = sum(map(body.count, (b"[", b"{", b":"))), body.count(b",")
         # Even to read so many would take seconds. Those in texts count as well; no text that a model takes has so many.
-        if len(body) > _MOST_MARKS and sum(map(body.count, (b"[", b"{", b":"))) > _MOST_MARKS:
+        if marks > _MOST_MARKS:
             raise _too_many_parts()
         try:
             found = msgspec.json.decode(body)
@@ -89,7 +95,11 @@ class _Json(Request):
                 f"the body is not valid JSON: {error}. It must be UTF-8, without NaN, infinities or lone surrogates, "
                 "and not nested deeply",
             ) from None
-        _check_size(found)
+        # With so few marks there is nothing to count: each field, object and list has one, each other element a comma.
+        if marks > _MOST_FIELDS or marks + commas > _MOST_ELEMENTS:
+            _check_size(found)
+        if len(body) > _LONG_BODY:
+            await others_first()
         return found
 
 

@@ -21,6 +21,7 @@ from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import load_cluster_token
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.interpreter import begin_serving
 from kvrail.runtime.machine_check import check_machine
 from kvrail.runtime.process import RankProcesses
 from kvrail.runtime.vllm.command import check_settings
@@ -88,15 +89,18 @@ async def _run(config: LaunchConfig, ranks: RankProcesses, token: bytes, listene
     _heed_signals(stop)
     ranks.start()
     watcher = asyncio.create_task(_watch(ranks, stop))
-    progress = asyncio.create_task(_show_loading(config, clients))
+    loading = [
+        asyncio.create_task(_show_loading(config, clients)),
+        asyncio.create_task(_begin_when_loaded(clients)),
+    ]
     try:
         await serve(config, clients, token=token, listener=listener, stop=stop)  # type: ignore[arg-type]
     finally:
         _heed_signals(stop)
         status = watcher.result() if watcher.done() else 0
-        for task in (watcher, progress):
+        for task in (watcher, *loading):
             task.cancel()
-        await asyncio.gather(watcher, progress, return_exceptions=True)
+        await asyncio.gather(watcher, *loading, return_exceptions=True)
     await asyncio.to_thread(ranks.stop)
     return status
 
@@ -120,6 +124,12 @@ async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> int:
             ends = {status for _, status in dead if status}
             return 2 if ends == {2} else int(bool(ends))
         await asyncio.sleep(0.2)
+
+
+async def _begin_when_loaded(clients: list[RankClient]) -> None:
+    while any(client.ready is None for client in clients):
+        await asyncio.sleep(0.05)
+    begin_serving()
 
 
 async def _show_loading(config: LaunchConfig, clients: list[RankClient]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+import msgspec
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from kvrail.frontend.chat_shapes import Message, Shape, Tool, ToolChoice
 from kvrail.frontend.sampling_fields import MOST_LOGPROBS
@@ -26,21 +27,27 @@ _LONGEST_SALT = 256
 
 def _prompts(prompt: Any) -> Any:
     """A string, a list of strings, token ids, or a list of lists of token ids: always as a list of prompts."""
-    several = isinstance(prompt, list) and bool(prompt) and not all(type(one) is int for one in prompt)
+    several = isinstance(prompt, list) and bool(prompt) and not _token_ids(prompt)
     prompts = prompt if several else [prompt]
     if len(prompts) > _MOST_PROMPTS:
         raise ValueError(f"at most {_MOST_PROMPTS} prompts")
     for one in prompts:
-        # type() and not isinstance: True is no token id.
-        if not isinstance(one, str) and not (
-            isinstance(one, list) and all(type(token) is int for token in one)
-        ):
+        if not isinstance(one, str) and not _token_ids(one):
             raise ValueError("must be a string, token ids, or a list of either")
         if not one:
             raise ValueError("must not be empty")
     if len({type(one) for one in prompts}) > 1:
         raise ValueError("must be all strings or all token ids")
     return prompts
+
+
+def _token_ids(prompt: Any) -> bool:
+    """Whether this is a list of integers (True is none). They may be a hundred thousand, so no Python looks at each."""
+    try:
+        msgspec.convert(prompt, list[int])
+    except msgspec.ValidationError:
+        return False
+    return isinstance(prompt, list)
 
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -156,7 +163,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`. `prompt` is a list of prompts, each with `n` answers."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     # As the OpenAI API has it: an answer of 16 tokens unless more is asked for.
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)

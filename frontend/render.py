@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from kvrail.frontend.checkpoint_code import CheckpointRenderer, checkpoint_code
@@ -34,7 +36,7 @@ _SHORT_TALK = 8192
 class Prompt(NamedTuple):
     """A rendered conversation: its token ids, and the end of its text (up to where the answer begins)."""
 
-    tokens: list[int]
+    tokens: npt.NDArray[np.uint32]
     tail: str
 
 
@@ -145,19 +147,21 @@ class Renderer:
         # The template writes BOS itself where the model wants one.
         return Prompt(await self.encoder.encode(text, special=False), text[-256:])
 
-    async def text(self, text: str, *, special: bool = True) -> list[int]:
+    async def text(self, text: str, *, special: bool = True) -> npt.NDArray[np.uint32]:
         """Token ids of plain text, with BOS where the tokenizer adds one. Raises BadRequest when there are none."""
         tokens = await self.encoder.encode(text, special=special)
-        if special and self._bos_id is not None and tokens[:1] != [self._bos_id]:
-            tokens = [self._bos_id, *tokens]
-        if not tokens:
+        if special and self._bos_id is not None and tokens[:1].tolist() != [self._bos_id]:
+            tokens = np.insert(tokens, 0, self._bos_id)
+        if not len(tokens):
             raise BadRequest("prompt: must not be empty", param="prompt")
         return tokens
 
-    def ids(self, tokens: list[int], param: str = "prompt") -> list[int]:
+    def ids(self, tokens: list[int], param: str = "prompt") -> npt.NDArray[np.uint32]:
         """Token ids as they came, checked against the vocabulary. Raises BadRequest."""
         try:
-            wrong = np.flatnonzero(np.asarray(tokens, np.int64).view(np.uint64) >= self.vocabulary)
+            # (numpy takes three times as long to read a list of Python's integers.)
+            found = np.frombuffer(array("q", tokens), np.int64)
+            wrong = np.flatnonzero(found.view(np.uint64) >= self.vocabulary)
         except OverflowError:
             wrong = np.asarray([n for n, token in enumerate(tokens) if not 0 <= token < self.vocabulary])
         if len(wrong):
@@ -166,7 +170,7 @@ class Renderer:
                 f"{param}[{place}]: {tokens[place]} is no token id of this model (0 to {self.vocabulary - 1})",
                 param=f"{param}[{place}]",
             )
-        return tokens
+        return found.astype(np.uint32)
 
     def chat_text(self, conversation: Conversation) -> str:
         """The conversation as the model wants it written. Raises BadRequest when the template refuses it."""

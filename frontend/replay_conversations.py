@@ -29,29 +29,36 @@ async def replay(
     max_tokens: int,
     concurrency: int,
     seed: int,
-    use_cache: bool,
     headers: dict[str, str] | None = None,
-) -> list[list[Turn]]:
-    """Turns of every conversation: [turn][conversation]. All take their first turn before any takes its second."""
-    talks = [
-        Conversation(
-            seed * 1000 + n, shared_words=shared_words, own_words=own_words, question_words=question_words
-        )
-        for n in range(conversations)
+) -> tuple[list[list[Turn]], list[list[Turn]]]:
+    """Turns of every conversation, [turn][conversation], without and with the prefix cache.
+
+    All take their first turn before any takes its second. Each turn is taken both ways, one way right after the other,
+    so that both meet the same machine; which is first, changes from turn to turn.
+    """
+    sides = [
+        [
+            Conversation(
+                seed * 1000 + n, shared_words=shared_words, own_words=own_words, question_words=question_words
+            )
+            for n in range(conversations)
+        ]
+        for _ in range(2)
     ]
     gate = asyncio.Semaphore(concurrency)
-    done: list[list[Turn]] = []
+    done: tuple[list[list[Turn]], list[list[Turn]]] = ([], [])
     async with httpx.AsyncClient(base_url=url, timeout=600, headers=headers, trust_env=False) as client:
 
-        async def one(talk: Conversation) -> Turn:
+        async def one(talk: Conversation, use_cache: bool) -> Turn:
             talk.ask()
             async with gate:
                 turn = await take_turn(client, talk.messages, max_tokens, prefix_cache=use_cache)
             talk.answered(turn.text)
             return turn
 
-        for _ in range(turns):
-            done.append(await asyncio.gather(*(one(talk) for talk in talks)))
+        for number in range(turns):
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                done[side].append(await asyncio.gather(*(one(talk, side == 1) for talk in sides[side])))
     return done
 
 
@@ -119,32 +126,27 @@ def main(
     svg: Annotated[Path | None, typer.Option(help="where to write the plot")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key")] = None,
 ) -> None:
-    """Replay growing conversations without and with the prefix cache."""
+    """Replay growing conversations, each turn without and with the prefix cache."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    runs: list[list[list[Turn]]] = []
-    for use_cache in (False, True):
-        try:
-            runs.append(
-                asyncio.run(
-                    replay(
-                        url,
-                        conversations=conversations,
-                        turns=turns,
-                        shared_words=shared_words,
-                        own_words=own_words,
-                        question_words=question_words,
-                        max_tokens=max_tokens,
-                        concurrency=concurrency,
-                        seed=seed,
-                        use_cache=use_cache,
-                        headers=headers,
-                    )
-                )
+    try:
+        runs = asyncio.run(
+            replay(
+                url,
+                conversations=conversations,
+                turns=turns,
+                shared_words=shared_words,
+                own_words=own_words,
+                question_words=question_words,
+                max_tokens=max_tokens,
+                concurrency=concurrency,
+                seed=seed,
+                headers=headers,
             )
-        except (httpx.HTTPError, RuntimeError) as error:
-            Console(stderr=True).print(f"[bold red]replay:[/] {error!r}")
-            raise typer.Exit(1) from None
+        )
+    except (httpx.HTTPError, RuntimeError) as error:
+        Console(stderr=True).print(f"[bold red]replay:[/] {error!r}")
+        raise typer.Exit(1) from None
     without, cached = ([[1e3 * t.first_token_s for t in turn] for turn in run] for run in runs)
     hits = [sum(t.cached_tokens for t in turn) / sum(t.prompt_tokens for t in turn) for turn in runs[1]]
     say.print(

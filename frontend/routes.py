@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
@@ -37,6 +39,7 @@ from kvrail.frontend.responses_form import ResponsesForm
 from kvrail.frontend.responses_shapes import ResponsesRequest
 from kvrail.frontend.stream import Answer, ChatForm, CompletionForm, Echo, Form, Piece
 from kvrail.frontend.structured import check_grammar, json_grammar
+from kvrail.frontend.taking_turns import others_first
 from kvrail.frontend.text_routes import text_routes
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
@@ -52,6 +55,8 @@ _log = logging.getLogger(__name__)
 _AFFINITY_CHARS = 1024
 _APIS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/completions": "completions"}
 _AFFINITY_TOKENS = 256
+# More token ids than these take long enough to check for others to be let through before and behind.
+_LONG_PROMPT = 4096
 
 
 def openai_routes(
@@ -141,12 +146,17 @@ def openai_routes(
                 check_text(len(prompt))
                 tokens, first_words = await renderer.text(prompt), prompt[:_AFFINITY_CHARS]
             else:
+                long = len(prompt) > _LONG_PROMPT
+                if long:
+                    await others_first()
                 tokens = renderer.ids(prompt, f"prompt[{place}]" if several else "prompt")
-                first_words = repr(tokens[:_AFFINITY_TOKENS])
+                if long:
+                    await others_first()
+                first_words = repr(prompt[:_AFFINITY_TOKENS])
             echo = None
             if body.echo:
-                text = prompt if isinstance(prompt, str) else _text_of(tokens, renderer, body)
-                echo = Echo(text, tokens, only=body.prompt_only)
+                text = prompt if isinstance(prompt, str) else _text_of(prompt, renderer, body)
+                echo = Echo(text, tokens.tolist(), only=body.prompt_only)
             job = _job(request, "completions", body, tokens, limit, first_words, grammar, place)
             prompts.append((job, (), echo))
         return await answer(request, body, prompts, CompletionForm)
@@ -172,7 +182,7 @@ def openai_routes(
         request: Request,
         api: str,
         body: GenerationRequest,
-        tokens: list[int],
+        tokens: npt.NDArray[np.uint32],
         limit: int,
         first_words: str,
         grammar: str,

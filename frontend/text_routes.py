@@ -75,12 +75,13 @@ def text_routes(
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final=bool(body.continue_final_message),
             )
-            tokens = (await renderer.chat(conversation)).tokens
+            tokens = (await renderer.chat(conversation)).tokens.tolist()
         else:
             assert body.prompt is not None
             check_text(len(body.prompt))
             special = body.add_special_tokens is not False
-            tokens = await renderer.text(body.prompt, special=special) if body.prompt else []
+            ids = await renderer.text(body.prompt, special=special) if body.prompt else None
+            tokens = [] if ids is None else ids.tolist()
         names = [renderer.token_bytes.name(token) for token in tokens] if body.return_token_strs else None
         return json_response(
             {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": names}
@@ -89,7 +90,7 @@ def text_routes(
     @router.post("/detokenize")
     async def detokenize(body: _DetokenizeRequest) -> Response:
         check_model(body.model)
-        return json_response({"prompt": await renderer.decode(renderer.ids(body.tokens, "tokens"))})
+        return json_response({"prompt": await renderer.decode(renderer.ids(body.tokens, "tokens").tolist())})
 
     @router.post("/v1/embeddings")
     async def embeddings() -> Response:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from kvrail.runtime.errors import BadRequest, ConfigError
@@ -40,8 +41,8 @@ class TextEncoder:
         """The tokenizer in use."""
         return "hf" if self._fast is None else "fastokens"
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; `special`: with what the tokenizer puts around a text. Raises BadRequest."""
+    async def encode(self, text: str, *, special: bool) -> npt.NDArray[np.uint32]:
+        """Token ids [n]; `special`: with what the tokenizer puts around a text. Raises BadRequest."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -50,12 +51,12 @@ class TextEncoder:
             return self._encode(text, special)
         return await asyncio.to_thread(self._encode, text, special)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool) -> npt.NDArray[np.uint32]:
         if self._fast is None:
             return self._slowly(text, special)
         try:
             data, _ = self._fast.encode_batch_flat([text], add_special_tokens=special)
-            tokens: list[int] = np.frombuffer(data, np.uint32).tolist()
+            tokens: npt.NDArray[np.uint32] = np.frombuffer(data, np.uint32)
         except BaseException as error:  # it documents none, and a panic in Rust is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -63,16 +64,17 @@ class TextEncoder:
             return self._slowly(text, special)
         if self._verify_rate and random.random() < self._verify_rate:
             wanted = self._slowly(text, special)
-            self.on_check(tokens == wanted)
-            if tokens != wanted:
+            same = np.array_equal(tokens, wanted)
+            self.on_check(same)
+            if not same:
                 self._give_up(f"a text of {len(text)} characters has other tokens")
                 return wanted
         return tokens
 
-    def _slowly(self, text: str, special: bool) -> list[int]:
+    def _slowly(self, text: str, special: bool) -> npt.NDArray[np.uint32]:
         # As a batch of one: `encode` keeps the GIL, and so the event loop, for as long as it takes.
         # Without offsets: freeing them takes longer than the loop should stand still.
-        return list(self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        return np.array(self._hf.encode_batch_fast([text], add_special_tokens=special)[0].ids, np.uint32)
 
     def _give_up(self, reason: str) -> None:
         _log.error("fastokens differs from the checkpoint's tokenizer: %s; it is not used any more", reason)

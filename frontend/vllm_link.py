@@ -40,7 +40,7 @@ class VllmLink:
         )
         self.state: ServerState | None = None
         self.trouble = "the model is loading"
-        # Called, with the trouble, as long as the server is taken as stuck.
+        # Called, with the trouble, as long as the server, or the engine core behind it, is taken as stuck.
         self.on_silent: Callable[[str], object] = lambda trouble: None
         self._status_file = status_file
         self._was_ready = False
@@ -78,12 +78,8 @@ class VllmLink:
             try:
                 response = await self.client.get(STATE_ROUTE, timeout=_ANSWER_S)
                 response.raise_for_status()
-                self.state = msgspec.msgpack.decode(response.content, type=ServerState)
-                self.trouble, heard = "", time.monotonic()
-                if not self._was_ready:
-                    self._was_ready = True
-                    card = self.state.card
-                    _log.info("vLLM %s is ready: longest context %d tokens", card.version, card.max_model_len)
+                self._take(msgspec.msgpack.decode(response.content, type=ServerState))
+                heard = time.monotonic()
             except (httpx.HTTPError, msgspec.MsgspecError) as error:
                 self.state = None
                 if self._was_ready:
@@ -94,3 +90,16 @@ class VllmLink:
                     if time.monotonic() - heard > _SILENT_S:
                         self.on_silent(trouble)
             await asyncio.sleep(_POLL_S)
+
+    def _take(self, state: ServerState) -> None:
+        self.trouble = state.trouble
+        if state.trouble:
+            self.state = None
+            self.on_silent(state.trouble)
+            return
+        self.state = state
+        if not self._was_ready:
+            self._was_ready = True
+            _log.info(
+                "vLLM %s is ready: longest context %d tokens", state.card.version, state.card.max_model_len
+            )

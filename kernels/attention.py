@@ -30,6 +30,11 @@ class AttentionPlan(Protocol):
 
     positions: torch.Tensor
 
+    def store(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, *, sliding_window: int | None = None
+    ) -> None:
+        """See StepPlan.store."""
+
     def attend(
         self,
         layer: int,
@@ -70,6 +75,12 @@ class StepPlan:
         """Tokens in the flat batch."""
         return len(self.positions)
 
+    def store(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, *, sliding_window: int | None = None
+    ) -> None:
+        """Store K and V of the new tokens, as `attend` does."""
+        self._memory(sliding_window).store(layer, key, value)
+
     def attend(
         self,
         layer: int,
@@ -89,14 +100,9 @@ class StepPlan:
         `softcap`: scores become softcap * tanh(score / softcap). `s_aux` [heads]: a logit beside the scores of each
         query that takes its share of the softmax and gives nothing (an attention sink).
         """
-        if sliding_window is None:
-            memory: PagedKV | RingKV = self._pages
-            self._pages.store(layer, key, value)
-        elif self._rings is None or self._rings.window != sliding_window:
-            held = "none" if self._rings is None else f"rings of {self._rings.window} tokens"
-            raise ValueError(f"a layer has a window of {sliding_window} tokens, and there are {held}")
-        else:
-            memory = self._rings
+        memory = self._memory(sliding_window)
+        if memory is self._pages:
+            memory.store(layer, key, value)
         heads, tokens, head_dim = query.shape
         kv_heads = key.shape[0]
         groups = heads // kv_heads
@@ -114,7 +120,7 @@ class StepPlan:
                     q[:, :, first:last], k[:, :, low:high], v[:, :, low:high], mask, scaling, softcap, sink
                 )
         if memory is self._rings:
-            self._rings.store(layer, key, value)
+            memory.store(layer, key, value)
         for group in memory.singles:
             batch = len(group.rows)
             k, v = memory.of_singles(layer, group, key, value)
@@ -124,6 +130,14 @@ class StepPlan:
             o = _attention(q.to(k.dtype), k, v, group.mask, scaling, softcap, sink)
             out.index_copy_(0, group.rows, o.reshape(batch, heads, -1).to(out.dtype))
         return out
+
+    def _memory(self, sliding_window: int | None) -> PagedKV | RingKV:
+        if sliding_window is None:
+            return self._pages
+        if self._rings is None or self._rings.window != sliding_window:
+            held = "none" if self._rings is None else f"rings of {self._rings.window} tokens"
+            raise ValueError(f"a layer has a window of {sliding_window} tokens, and there are {held}")
+        return self._rings
 
 
 def _attention(

@@ -194,6 +194,28 @@ class FlashInferPlan:
         pool, slices, dtype, _ = self._step
         return StepPlan(pool, slices, dtype)
 
+    def store(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, *, sliding_window: int | None = None
+    ) -> None:
+        """Store K and V of the new tokens, as StepPlan.store."""
+        pool = self._pool
+        if sliding_window is not None:
+            self._windowed.store(layer, key, value, sliding_window=sliding_window)
+        elif key.shape[2] == value.shape[2] == pool.shape[-1]:
+            sides = (pool[:, layer, 0], pool[:, layer, 1])
+            self._append(
+                as_rows(key, pool.dtype),
+                as_rows(value, pool.dtype),
+                self._rows,
+                self.positions,
+                sides,
+                self._indices,
+                self._indptr,
+                self._last,
+            )
+        else:
+            self._other.store(layer, key, value)
+
     def attend(
         self,
         layer: int,
@@ -221,18 +243,8 @@ class FlashInferPlan:
                 softcap=softcap,
                 s_aux=s_aux,
             )
-        pool = self._pool
-        sides = (pool[:, layer, 0], pool[:, layer, 1])
-        self._append(
-            as_rows(key, pool.dtype),
-            as_rows(value, pool.dtype),
-            self._rows,
-            self.positions,
-            sides,
-            self._indices,
-            self._indptr,
-            self._last,
-        )
+        self.store(layer, key, value)
+        sides = (self._pool[:, layer, 0], self._pool[:, layer, 1])
         q = as_rows(query, query.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         one = self._singles

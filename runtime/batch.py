@@ -39,28 +39,33 @@ class Batch:
     """The next `count` tokens of each sequence. `wanted`: places in `tokens` whose logits are needed, a row each."""
 
     def __init__(self, parts: Sequence[tuple[EngineSequence, int]]) -> None:
-        self.tokens: list[int] = []
+        self.tokens = np.empty(sum(count for _, count in parts), dtype=np.int64)
         self.slices: list[Slice] = []
         self.wanted: list[int] = []
         self._notes: list[_Note] = []
         # Sequences of which all tokens are computed with this step, and their rows.
         self._ends: list[tuple[EngineSequence, int]] = []
+        place = 0
         for sequence, count in parts:
             start = sequence.computed
             if sequence.wants_prompt_logprobs:
-                self._note(sequence, count)
-            self.tokens += sequence.tokens[start : start + count]
+                self._note(sequence, count, place)
+            if count == 1:
+                self.tokens[place] = sequence.token(start)
+            else:
+                self.tokens[place : place + count] = sequence.tokens(start, start + count)
+            place += count
             self.slices.append(Slice(sequence.pages, start, count, sequence.state_slot))
             if count == sequence.remaining:
                 self._ends.append((sequence, len(self.wanted)))
-                self.wanted.append(len(self.tokens) - 1)
+                self.wanted.append(place - 1)
 
-    def _note(self, sequence: EngineSequence, count: int) -> None:
+    def _note(self, sequence: EngineSequence, count: int, place: int) -> None:
         # The logits behind token i are about token i + 1.
         first = sequence.noted - 1
         last = min(sequence.computed + count, sequence.prompt_tokens - 1)
         if last > first:
-            offset = len(self.tokens) - sequence.computed
+            offset = place - sequence.computed
             self._notes.append(_Note(sequence, len(self.wanted), first + 1, last + 1))
             self.wanted += range(offset + first, offset + last)
 
@@ -70,9 +75,8 @@ class Batch:
         for sequence, row, first, last in self._notes:
             count = sequence.sampling.prompt_logprobs or 0
             rows = logits[row : row + last - first]
-            found.append(
-                (sequence, token_logprobs(rows, sequence.tokens[first:last], [count] * (last - first)))
-            )
+            tokens = sequence.tokens(first, last).tolist()
+            found.append((sequence, token_logprobs(rows, tokens, [count] * (last - first))))
             sequence.noted = last
         return found
 

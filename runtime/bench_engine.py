@@ -124,7 +124,7 @@ def _records(model: PagedModel, rounds: int) -> Iterator[dict[str, Any]]:
         return
     for batch in (1, 8, 64, 256):
         yield _best(model, rounds, batch=batch, prompt=128, tokens=32, budget=_GPU_BUDGET)
-    for prompt in (512, 4096, 32768):
+    for prompt in (128, 512, 4096, 32768):
         yield _best(model, rounds, batch=1, prompt=prompt, tokens=0, budget=_GPU_BUDGET)
     yield _best(model, 1, batch=64, prompt=4096, tokens=32, budget=_GPU_BUDGET)
 
@@ -135,7 +135,8 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
     attention: Annotated[Attention, typer.Option(help="auto, flashinfer or torch")] = "auto",
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="replay decoding steps as CUDA graphs")
+        bool,
+        typer.Option("--cuda-graphs/--no-cuda-graphs", help="replay decoding and short steps as CUDA graphs"),
     ] = True,
     threads: Annotated[int, typer.Option(help="threads of arithmetic")] = 1,
     rounds: Annotated[int, typer.Option(help="the quickest of this many rounds counts")] = 3,

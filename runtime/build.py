@@ -72,8 +72,9 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         _log_progress,
         device=device,
         attention=config.attention,
-        # A prefill engine never decodes.
-        cuda_graphs=config.cuda_graphs and config.role != "pe",
+        cuda_graphs=config.cuda_graphs,
+        # A prefill engine never does.
+        decodes=config.role != "pe",
     )
     layout = model.layout
     pages, state_slots = pool_sizes(config, layout, free_bytes(device))
@@ -103,7 +104,7 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         memory = stack.enter_context(contextlib.ExitStack())
         memory.callback(pools.close)
         # Room for running sequences to grow, whatever tickets are asked for.
-        reserve = min(pages, max(1, min(config.max_num_seqs, pages // 16)))
+        reserve = min(pages, max(1, min(config.resolved_max_num_seqs, pages // 16)))
         pool = PagePool(pages, state_slots, growth_reserve=reserve)
         compute = Compute(model.device)
         host_cache = build_host_cache(
@@ -118,8 +119,8 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
             host_cache=host_cache,
             state_memory=pools.state.buffer if pools.state is not None else None,
             max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.resolved_max_num_seqs,
+            max_num_batched_tokens=config.resolved_max_num_batched_tokens,
             grammars=grammars,
             compute=compute,
         )
@@ -199,7 +200,7 @@ def _role(
     """The role, and how many requests its front may have here at once."""
     if config.role == "pe":
         assert links is not None
-        limit = min(config.max_num_seqs, _PREFILL_QUEUE)
+        limit = min(config.resolved_max_num_seqs, _PREFILL_QUEUE)
         sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
         prefilling = Prefilling(
             engine=engine,
@@ -231,8 +232,8 @@ def _role(
         cache=host_cache,
         verify_share=config.verify_kv,
         # Who has a seat is sure of a state slot, however often it is preempted.
-        seats=min(config.max_num_seqs, pool.state_slots or config.max_num_seqs),
+        seats=min(config.resolved_max_num_seqs, pool.state_slots or config.resolved_max_num_seqs),
         largest_ticket=min(int(config.link_share * pool.pages), pool.pages - pool.growth_reserve),
     )
     # A few more than there are seats, so that a seat is taken again as soon as it is free.
-    return completion, config.max_num_seqs + 8
+    return completion, config.resolved_max_num_seqs + 8

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
+from kvrail.runtime.config_checks import check_lane, is_http_url
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
@@ -63,9 +63,12 @@ class LaunchConfig:
     max_model_len: int | None = _setting(
         None, "longest prompt plus answer in tokens (default: the model's own)"
     )
-    max_num_seqs: int = _setting(64, "sequences that decode together")
-    max_num_batched_tokens: int = _setting(
-        2048, "token budget of one step (long prompts are cut into chunks)"
+    max_num_seqs: int | None = _setting(
+        None, "sequences that decode together (default: 64; with --engine vllm what vLLM chooses)"
+    )
+    max_num_batched_tokens: int | None = _setting(
+        None,
+        "token budget of one step: prompts are cut into chunks (default: 2048; with --engine vllm what vLLM chooses)",
     )
     page_tokens: int = _setting(128, "tokens in a page, 16 to 256; both sides must agree")
     kv_pages: int | None = _setting(None, "pages in the pool (instead of --kv-memory-gb)")
@@ -99,7 +102,7 @@ class LaunchConfig:
         "auto", "which attention: flashinfer (GPU, 16 bits), torch, or the first of these that serves"
     )
     cuda_graphs: bool = _setting(
-        True, "replay decoding steps as CUDA graphs, where attention is FlashInfer's"
+        True, "replay decoding and other short steps as CUDA graphs, where attention is FlashInfer's"
     )
     threads: int | None = _setting(
         None, "threads of arithmetic in each rank (default: OMP_NUM_THREADS, else this host's cores / --dp)"
@@ -215,7 +218,7 @@ class LaunchConfig:
         _require(1 <= self.dp <= 256, "--dp must be between 1 and 256")
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
         for url in self.pe_url:
-            _require(_is_http_url(url), f"--pe-url {url}: a URL such as http://127.0.0.1:8889")
+            _require(is_http_url(url), f"--pe-url {url}: a URL such as http://127.0.0.1:8889")
         _require(16 <= self.page_tokens <= 256, "--page-tokens must be between 16 and 256")
         # Page indices are 32 bits wide.
         _require(
@@ -245,14 +248,14 @@ class LaunchConfig:
         _require(0.0 <= self.tokenizer_verify_rate <= 1.0, "--tokenizer-verify-rate must be between 0 and 1")
         _require(0.0 < self.link_share <= 1.0, "--link-share must be between 0 and 1")
         _require(self.max_model_len is None or self.max_model_len >= 2, "--max-model-len must be at least 2")
-        _require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        _require(self.resolved_max_num_seqs >= 1, "--max-num-seqs must be at least 1")
         _require(self.max_queue >= 0, "--max-queue must be at least 0")
         _require(
             self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
             "--max-prompt-tokens must be at least 1",
         )
         _require(
-            self.otlp_endpoint is None or _is_http_url(self.otlp_endpoint),
+            self.otlp_endpoint is None or is_http_url(self.otlp_endpoint),
             f"--otlp-endpoint {self.otlp_endpoint}: a URL such as http://127.0.0.1:4318",
         )
         _require(0 < self.max_body_mb <= 4096, "--max-body-mb must be above 0 and at most 4096")
@@ -265,7 +268,7 @@ class LaunchConfig:
             self.spin_us is None or 0 <= self.spin_us <= 10**6, "--spin-us must be between 0 and 1000000"
         )
         _require(1 <= self.copy_threads <= 64, "--copy-threads must be between 1 and 64")
-        _require(self.max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
+        _require(self.resolved_max_num_batched_tokens >= 16, "--max-num-batched-tokens must be at least 16")
         _require(0.01 <= self.heartbeat_s <= 60, "--heartbeat-s must be between 0.01 and 60")
         # Progress comes with heartbeats: some must fit into the life of a ticket, or none would live.
         _require(
@@ -296,7 +299,7 @@ class LaunchConfig:
             f"--attention {self.attention}: must be auto or torch, or with --device cuda flashinfer",
         )
         _require(self.threads is None or self.threads >= 1, "--threads must be at least 1")
-        _require_lane(self.require_lane, self.lane, self.put_transport)
+        check_lane(self.require_lane, self.lane, self.put_transport)
         _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
@@ -320,6 +323,16 @@ class LaunchConfig:
     def resolved_port(self) -> int:
         """The HTTP port: as given, or the role's default."""
         return DEFAULT_PORT[self.role] if self.port is None else self.port
+
+    @property
+    def resolved_max_num_seqs(self) -> int:
+        """Of the embedded engine: as given, or its default."""
+        return 64 if self.max_num_seqs is None else self.max_num_seqs
+
+    @property
+    def resolved_max_num_batched_tokens(self) -> int:
+        """Of the embedded engine: as given, or its default."""
+        return 2048 if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def device_of(self, rank: int) -> int | None:
         """The ordinal of the CUDA device that this rank uses; None for the CPU."""
@@ -372,28 +385,6 @@ def runtime_directory(choice: str | None) -> Path:
 def _require(condition: bool, text: str) -> None:
     if not condition:
         raise ConfigError(text)
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, an IPv6 address without its bracket
-        return False
-
-
-def _require_lane(required: str | None, lane: str, put_transport: str) -> None:
-    """Refuse a --require-lane that no lane is called, or that the other flags rule out."""
-    if required is None:
-        return
-    name, slash, transport = required.partition("/")
-    known = name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
-    _require(known, f"--require-lane {required}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc")
-    _require(lane in ("auto", name), f"--require-lane {required} cannot hold with --lane {lane}")
-    _require(
-        not transport or put_transport in ("auto", transport),
-        f"--require-lane {required} cannot hold with --put-transport {put_transport}",
-    )
 
 
 def is_loopback(host: str) -> bool:

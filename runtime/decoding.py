@@ -43,6 +43,7 @@ class Decoding:
                 first_tokens=request.going_on(landed.hand_off),
                 cached_tokens=landed.hand_off.cached_tokens,
                 cache=request.submit.cache,
+                keys=request.keys,
             )
         except (RuntimeFault, ValueError) as error:
             self._pool.release(landed.owner)

@@ -9,7 +9,7 @@ shared pages. On a GPU a step that samples nothing returns while its work is sti
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -88,7 +88,7 @@ class EmbeddedEngine:
             self._compute,
             PrefixCaches(self.layout, pool, host_cache, enabled=prefix_cache),
         )
-        model.prepare_decoding(self._memory.pages, max_num_seqs, self.layout.pages_for(self.max_model_len))
+        model.prepare_steps(self._memory.pages, max_num_seqs, self.layout.pages_for(self.max_model_len))
         self._prefixes = self._memory.prefixes
         self._roster = Roster(pool, self._memory, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len)
         self._token_budget = max_num_batched_tokens
@@ -142,10 +142,13 @@ class EmbeddedEngine:
         first_tokens: Mapping[int, int],
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
+        keys: Sequence[bytes] = (),
     ) -> None:
         """Decode over what the pool holds for `owner`. Raises (with nothing changed) on a wrong call."""
         self._check(sequence_id, tokens, sampling)
-        sequence = EngineSequence(sequence_id, tokens, sampling, cache=cache, grammars=self._grammars)
+        sequence = EngineSequence(
+            sequence_id, tokens, sampling, cache=cache, grammars=self._grammars, keys=keys
+        )
         sequence.cached_tokens = cached_tokens
         self._memory.adopt(sequence, owner)
         self._roster.run(sequence)
@@ -247,7 +250,7 @@ class EmbeddedEngine:
                     sequence.queued = number
                 logits = self._model.forward(
                     self._memory.pages,
-                    np.asarray(batch.tokens),
+                    batch.tokens,
                     batch.slices,
                     batch.wanted,
                     self._memory.rings,

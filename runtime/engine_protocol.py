@@ -95,12 +95,14 @@ class Engine(Protocol):
         first_tokens: Mapping[int, int],
         cached_tokens: int,
         cache: CacheUse = CACHE_USED,
+        keys: Sequence[bytes] = (),
     ) -> None:
         """Decode a sequence whose prompt KV stands complete in the pages that the pool holds for `owner`.
 
         First the shared pages that it reads, then those that it writes, each in token order. The engine takes over the
         pages. `first_tokens` were sampled elsewhere and have been emitted already: one for each choice that goes on (at
-        least one). Goes straight into the running batch.
+        least one). `keys`: what `prefix_keys` said of these tokens, if it was asked. Goes straight into the running
+        batch.
         """
 
     def resume(

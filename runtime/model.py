@@ -28,10 +28,11 @@ from kvrail.kernels.upload import upload
 from kvrail.runtime.architectures import has_experts, layer_windows, shrunk_window
 from kvrail.runtime.checkpoint import Checkpoint, Progress, cache_dir
 from kvrail.runtime.config import Attention, keep_compiled_attention
-from kvrail.runtime.decode_graphs import DecodeGraphs
 from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.last_layer import Tail, read_rows, spare_last_layer
+from kvrail.runtime.step_graphs import StepGraphs
 from kvrail.transfer.layout import PageLayout
 
 __all__ = ["PagedModel", "pool_tensor", "ring_tensor"]
@@ -46,6 +47,8 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.05}
 # The same with experts in 16 bits: rounding sends tokens near a tie to other experts, in a right engine as well. Logits
 # that have nothing to do with each other differ by 1.4.
 _TOLERANCE_EXPERTS = 0.9
+# So many tokens that nobody reads are worth the second plan of a step and a few launches; on a CPU any are.
+_LEAST_SPARED = {"cpu": 1, "cuda": 512}
 
 
 def _paged_attention(
@@ -118,8 +121,9 @@ class PagedModel:
         progress: Progress | None = None,
         *,
         cuda_graphs: bool = True,
+        decodes: bool = True,
     ) -> None:
-        """Take over `model`, which lies on the device that it is to compute on."""
+        """Take over `model`, which lies on the device that it is to compute on. `decodes`: whether it ever will."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, _paged_attention)
@@ -132,13 +136,16 @@ class PagedModel:
         self._model: Any = model
         self._model.eval()
         self._model.set_attn_implementation(_ATTENTION)
+        spare_last_layer(self._model)
+        self._ends_in_window = not kinds[-1]
+        self._least_spared = 1
         self.device: torch.device = model.device
         dtype = getattr(torch, layout.dtype)
         compiled, name = _attention(attention, self.device, layout, model.config, progress)
         self._plan: Planner = StepPlan if compiled is None else compiled.plan
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if cuda_graphs and compiled is not None and _capturable(model.config, windows):
-            self._graphs = DecodeGraphs(compiled, self._decode, self.vocab_size, cache_dir())
+            self._graphs = StepGraphs(compiled, self._captured, self.vocab_size, cache_dir(), decodes=decodes)
         if self.device.type == "cpu":
             self._activations = activation_dtype(dtype)
             self.arithmetic = swap_modules(self._model, dtype)
@@ -163,6 +170,7 @@ class PagedModel:
         device: str = "cpu",
         attention: Attention = "auto",
         cuda_graphs: bool = True,
+        decodes: bool = True,
     ) -> PagedModel:
         """Load the weights and check the result. Raises ConfigError when they cannot be loaded or compute wrongly."""
         layout = checkpoint.layout(dtype, page_tokens)
@@ -175,8 +183,9 @@ class PagedModel:
                 progress("checking the model", 0.8)
             with shrunk_window(model, _CHECK_WINDOW):
                 expected = _own_logits(model, _check_prompts(model))
-                paged = cls(model, layout, attention, progress, cuda_graphs=cuda_graphs)
+                paged = cls(model, layout, attention, progress, cuda_graphs=cuda_graphs, decodes=decodes)
                 paged._check(expected)
+                paged._least_spared = _LEAST_SPARED[paged.device.type]
         except torch.OutOfMemoryError as error:
             remedy = "use a GPU with more free memory, a smaller model or --dtype bfloat16"
             raise ConfigError(out_of_memory(place, "loading the model", remedy)) from error
@@ -196,10 +205,10 @@ class PagedModel:
         if kernels is not None and plain:
             fuse_layers(self._model, _paged_attention, kernels)
 
-    def prepare_decoding(self, pool: torch.Tensor, sequences: int, sequence_pages: int) -> None:
-        """Get ready for decoding steps of up to `sequences` sequences of at most `sequence_pages` pages over `pool`.
+    def prepare_steps(self, pool: torch.Tensor, sequences: int, sequence_pages: int) -> None:
+        """Get ready for steps of up to `sequences` sequences of at most `sequence_pages` pages over `pool`.
 
-        Where decoding has nothing to get ready, and for another pool, `forward` serves all the same, more slowly.
+        Where there is nothing to get ready, and for another pool, `forward` serves all the same, more slowly.
         """
         if self._graphs is not None:
             with torch.inference_mode():
@@ -224,14 +233,22 @@ class PagedModel:
                 if logits is not None:
                     return logits
             plan = self._plan(pool, slices, self._activations, rings)
-            ids, kept = upload(pool.device, (tokens.astype(np.int64), np.asarray(wanted, dtype=np.int64)))
-            return self._logits(ids, plan, kept).float()
+            flat = tokens.astype(np.int64)
+            read = read_rows(slices, wanted, single=self._ends_in_window, least=self._least_spared)
+            if read is None:
+                ids, kept = upload(pool.device, (flat, np.asarray(wanted, dtype=np.int64)))
+                return self._logits(ids, plan, kept).float()
+            ids, kept, rows = upload(pool.device, (flat, read.wanted, read.rows))
+            tail = Tail(rows, lambda: self._plan(pool, read.slices, self._activations, rings))
+            return self._logits(ids, plan, kept, tail).float()
 
-    def _decode(self, ids: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def _captured(self, ids: torch.Tensor, plan: AttentionPlan, read: torch.Tensor | None) -> torch.Tensor:
         # 0: of all tokens.
-        return self._logits(ids, plan, 0)
+        return self._logits(ids, plan, 0 if read is None else read)
 
-    def _logits(self, ids: torch.Tensor, plan: AttentionPlan, kept: torch.Tensor | int) -> torch.Tensor:
+    def _logits(
+        self, ids: torch.Tensor, plan: AttentionPlan, kept: torch.Tensor | int, tail: Tail | None = None
+    ) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             input_ids=ids[None],
             position_ids=plan.positions[None],
@@ -240,6 +257,7 @@ class PagedModel:
             logits_to_keep=kept,
             plan=plan,
             places=self._places,
+            tail=tail,
         ).logits[0]
         return logits
 
@@ -247,8 +265,25 @@ class PagedModel:
         """Raise ConfigError unless a flat paged batch gives `expected`, the model's own logits.
 
         Two random sequences in uneven chunks, side by side, over scattered pages; single tokens at the end. Windows are
-        shrunk, so that a chunk is longer than the window, and one begins behind it.
+        shrunk, so that a chunk is longer than the window, and one begins behind it. Steps that have CUDA graphs are
+        checked launched as well.
         """
+        found = [self._check_logits(graphs=False)]
+        if self._graphs is not None:
+            found.append(self._check_logits(graphs=True))
+        spread = expected.std().clamp_min(1e-6)
+        differences = [float((one - expected).square().mean().sqrt() / spread) for one in found]
+        tolerance = _TOLERANCE[self.layout.dtype]
+        if has_experts(self._model.config) and self.layout.dtype != "float32":
+            tolerance = _TOLERANCE_EXPERTS
+        if not all(difference <= tolerance for difference in differences):
+            raise ConfigError(
+                f"self-check failed: the {self._model.config.model_type} model over pages differs from its own "
+                f"attention by {max(differences):.3g} of the logits' spread; this model cannot be served rightly"
+            )
+
+    def _check_logits(self, *, graphs: bool) -> torch.Tensor:
+        """What the check compares; steps are captured beforehand, or launched."""
         page_tokens = _CHECK_PAGE_TOKENS
         prompts = _check_prompts(self._model)
         tables = [[3, 1], [2]]
@@ -257,8 +292,10 @@ class PagedModel:
         like = torch.empty(0, dtype=getattr(torch, self.layout.dtype), device=self.device)
         pool = like.new_zeros(4, *small.shape)
         rings = like.new_zeros(3, *small.ring_shape) if small.window_layers else None
-        self.prepare_decoding(pool, 2, len(pool))
+        if graphs:
+            self.prepare_steps(pool, 2, len(pool))
         done = [0, 0]
+        found = like
         for counts in ((5, 1), (page_tokens - 5, 9), (6, 0), (1, 1)):
             active = [i for i in range(2) if counts[i]]
             tokens = np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in active])
@@ -272,15 +309,7 @@ class PagedModel:
                     f"with this version of transformers: {error}"
                 ) from error
             done = [done[i] + counts[i] for i in range(2)]
-        difference = float((found - expected).square().mean().sqrt() / expected.std().clamp_min(1e-6))
-        tolerance = _TOLERANCE[self.layout.dtype]
-        if has_experts(self._model.config) and self.layout.dtype != "float32":
-            tolerance = _TOLERANCE_EXPERTS
-        if not difference <= tolerance:
-            raise ConfigError(
-                f"self-check failed: the {self._model.config.model_type} model over pages differs from its own "
-                f"attention by {difference:.3g} of the logits' spread; this model cannot be served rightly"
-            )
+        return found.clone()
 
 
 def _check_prompts(model: Any) -> list[np.ndarray[Any, Any]]:

@@ -35,7 +35,7 @@ def pool_sizes(config: LaunchConfig, layout: PageLayout, gpu_free_bytes: int | N
     default = _DEFAULT_POOL_GIB if gpu_free_bytes is None else gpu_free_bytes * _DEFAULT_GPU_SHARE / _GIB
     budget = int((config.kv_memory_gb or default) * _GIB)
     if layout.state_bytes:
-        slots = config.state_slots or config.max_num_seqs
+        slots = config.state_slots or config.resolved_max_num_seqs
         if config.state_slots is None and config.kv_pages is None:
             slots = min(slots, (budget // 2 if layout.layers else budget) // layout.state_bytes)
         if not slots:

@@ -54,7 +54,7 @@ class PrefixCaches:
         """
         if not self._used(sequence) or sequence.wants_prompt_logprobs:
             return [], 0
-        keys = self._keys(sequence, (len(sequence.tokens) - 1) // self._page_tokens)
+        keys = self._keys(sequence, (len(sequence) - 1) // self._page_tokens)
         pages = self._pool.match(sequence.sequence_id, keys)
         found = len(pages)
         if self._host is not None:
@@ -101,7 +101,7 @@ class PrefixCaches:
         page, start = self._page_tokens, sequence.computed
         every = self._host.state_interval * page
         stops = [start + count, (start // every + 1) * every]
-        last = (len(sequence.tokens) - 1) // page * page
+        last = (len(sequence) - 1) // page * page
         if start < last:
             # The next turn of a conversation goes on here.
             stops.append(last)
@@ -113,8 +113,9 @@ class PrefixCaches:
         if full <= sequence.indexed or not self._used(sequence):
             return
         keys = self._keys(sequence, full)
-        for page in range(sequence.indexed, full if self._paged else 0):
-            self._pool.share(sequence.sequence_id, sequence.pages[page], keys[page])
+        if self._paged:
+            fresh = slice(sequence.indexed, full)
+            self._pool.share(sequence.sequence_id, sequence.pages[fresh], keys[fresh])
         sequence.indexed = full
         if self._host is None:
             return

@@ -23,6 +23,7 @@ import zmq
 from kvrail.runtime import messages
 from kvrail.runtime.engine_protocol import Engine, StepOutput
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.interpreter import begin_serving
 from kvrail.runtime.messages import (
     CacheFlushed,
     FlushCache,
@@ -34,6 +35,7 @@ from kvrail.runtime.messages import (
     ToRank,
 )
 from kvrail.runtime.process import RankSpec, die_with_parent
+from kvrail.runtime.turn_watch import TurnWatch
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.link_events import LinkEvent
 
@@ -121,6 +123,7 @@ class Loop:
         self._steps = 0
         self._stats_due = 0.0
         self._was_idle = False
+        self._watch = TurnWatch()
         self.stopping = False
 
     def run(self) -> None:
@@ -131,7 +134,8 @@ class Loop:
                 self._poller.poll(int(_IDLE_S * 1000))
 
     def _turn(self) -> bool:
-        role, now = self._role, time.monotonic()
+        role, now, watch = self._role, time.monotonic(), self._watch
+        watch.begin()
         for message in self._front.receive():
             if isinstance(message, Shutdown):
                 self.stopping = True
@@ -144,14 +148,18 @@ class Loop:
                 self._stats_due = 0.0
                 continue
             role.handle(now, message)
+        watch.lap("front")
         self._hear_links(now)
+        watch.lap("links")
         role.tick(now)
         self._steps += 1
         # Before the step: a ticket that came in just now is renewed while the step runs.
         role.beat(self._steps)
+        watch.lap("tickets")
         worked = role.engine.has_work
         if worked:
             outputs = role.engine.step()
+            watch.lap("step")
             began, now = now, time.monotonic()
             if now - began > _LONG_STEP_S:
                 self._hear_links(now)
@@ -160,6 +168,8 @@ class Loop:
         if now >= self._stats_due or (self._was_idle is False and not worked):
             self._front.send(role.stats(self._steps))
             self._stats_due = now + _STATS_EVERY_S
+        watch.lap("outputs")
+        watch.end()
         self._was_idle = not worked
         return worked
 
@@ -215,6 +225,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
             loop.stopping = True
 
         signal.signal(signal.SIGTERM, stop)
+        begin_serving()
         front.send(
             Ready(
                 self_rank=PeerRank(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -23,8 +23,9 @@ __all__ = ["EngineSequence"]
 
 
 class EngineSequence:
-    """`tokens` are the prompt and every token emitted so far; KV stands for the first `computed` of them.
+    """Its tokens are the prompt and the `answer` so far; KV stands for the first `computed` of them.
 
+    The prompt stays the array that it came as: it may have a hundred thousand tokens, and nobody needs each by itself.
     `pages[i]` holds tokens i * page_tokens … of the sequence. `keys` names its full pages (grows on demand),
     of which the first `indexed` are never written again: they were offered to the prefix cache, came from it, or
     are shared with other choices. `state_slot` is where its rings lie (-1: none). `placed`: it has all the memory that
@@ -37,13 +38,13 @@ class EngineSequence:
 
     __slots__ = (
         "_prompt",
+        "answer",
         "cache",
         "cached_tokens",
         "choice",
         "closed",
         "compiling",
         "computed",
-        "emitted",
         "firsts",
         "grammar",
         "history",
@@ -59,7 +60,6 @@ class EngineSequence:
         "sampling",
         "sequence_id",
         "state_slot",
-        "tokens",
     )
 
     def __init__(
@@ -68,20 +68,19 @@ class EngineSequence:
         prompt: npt.NDArray[np.uint32],
         sampling: Sampling,
         *,
-        emitted: Iterable[int] = (),
         prefill_only: bool = False,
         cache: CacheUse = CACHE_USED,
         request_id: str = "",
         choice: int = 0,
         grammars: Grammars | None = None,
+        keys: Sequence[bytes] = (),
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request_id or sequence_id
         self.choice = choice
-        self.tokens: list[int] = [*prompt.tolist(), *emitted]
         self.prompt_tokens = len(prompt)
         self._prompt = prompt
-        self.emitted = len(self.tokens) - len(prompt)
+        self.answer: list[int] = []
         self.sampling = sampling
         self.prefill_only = prefill_only
         self.cache = cache
@@ -89,7 +88,7 @@ class EngineSequence:
         self.closed: set[int] = set()
         self.history: TokenHistory | None = None
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
-            self.history = TokenHistory(prompt, self.tokens[len(prompt) :])
+            self.history = TokenHistory(prompt)
         # What the answer must follow: until it is compiled, nothing can be sampled.
         self.compiling: Future[LLMatcher] | None = None
         self.grammar: GrammarState | None = None
@@ -98,7 +97,7 @@ class EngineSequence:
         self.placed = False
         self.pages: list[int] = []
         self.state_slot = -1
-        self.keys: list[bytes] = []
+        self.keys: list[bytes] = list(keys)
         self.indexed = 0
         self.computed = 0
         # The last work on its pages that was given to the device (see device.Compute).
@@ -108,10 +107,27 @@ class EngineSequence:
         # Unknown until the first match; a sequence that is computed anew keeps its first answer.
         self.cached_tokens: int | None = None
 
+    def __len__(self) -> int:
+        """How many tokens there are, of prompt and answer together."""
+        return self.prompt_tokens + len(self.answer)
+
+    def token(self, place: int) -> int:
+        """The token at that place."""
+        behind = place - self.prompt_tokens
+        return int(self._prompt[place]) if behind < 0 else self.answer[behind]
+
+    def tokens(self, first: int, last: int) -> npt.NDArray[np.uint32]:
+        """The tokens from place `first` up to, but not including, `last`."""
+        prompt = self._prompt[first:last]
+        if last <= self.prompt_tokens:
+            return prompt
+        answer = self.answer[max(0, first - self.prompt_tokens) : last - self.prompt_tokens]
+        return np.concatenate([prompt, np.array(answer, dtype=np.uint32)])
+
     @property
     def remaining(self) -> int:
         """Tokens whose KV is not computed yet (1: the next step samples)."""
-        return len(self.tokens) - self.computed
+        return len(self) - self.computed
 
     @property
     def state(self) -> SequenceState:
@@ -127,12 +143,7 @@ class EngineSequence:
         """Keys of the first `full_pages` pages; `first` is the namespace."""
         if len(self.keys) < full_pages:
             known, wanted = len(self.keys) * page_tokens, full_pages * page_tokens
-            # Of a long prompt the array, which is there already, is hashed several times faster than the list.
-            inside = wanted <= self.prompt_tokens
-            fresh = (
-                self._prompt[known:wanted] if inside else np.array(self.tokens[known:wanted], dtype=np.uint32)
-            )
-            extend_keys(self.keys, first, fresh, page_tokens)
+            extend_keys(self.keys, first, self.tokens(known, wanted), page_tokens)
         return self.keys[:full_pages]
 
     def restart(self) -> None:
@@ -163,7 +174,7 @@ class EngineSequence:
     def _choice(self, number: int) -> EngineSequence:
         one = EngineSequence(
             f"{self.sequence_id}#{number}",
-            np.asarray(self.tokens, dtype=np.uint32),
+            self.tokens(0, len(self)),
             msgspec.structs.replace(self.sampling, n=1, seed=choice_seed(self.sampling.seed, number)),
             prefill_only=self.prefill_only,
             request_id=self.request_id,
@@ -184,7 +195,7 @@ class EngineSequence:
     def _follow(self) -> GrammarState | None:
         """Where the answer stands in its grammar; None without any, or while it is being compiled."""
         if self.grammar is None and self.compiling is not None and self.compiling.done():
-            self.grammar = GrammarState(self.compiling.result(), self.tokens[self.prompt_tokens :])
+            self.grammar = GrammarState(self.compiling.result(), self.answer)
         return self.grammar
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -194,12 +205,11 @@ class EngineSequence:
         # The position of a token is the number of tokens before it, wherever those were computed.
         grammar = self._follow()
         mask = None if grammar is None else grammar.mask()
-        return Row(self.sampling, len(self.tokens), self.emitted, self.history, mask)
+        return Row(self.sampling, len(self), len(self.answer), self.history, mask)
 
     def append(self, token: int) -> None:
         """One more token of the answer."""
-        self.tokens.append(token)
-        self.emitted += 1
+        self.answer.append(token)
         if self.history is not None:
             self.history.add(token)
         if self.grammar is not None:
@@ -207,14 +217,14 @@ class EngineSequence:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the sequence ends with its last token."""
-        if self.emitted and self.tokens[-1] in self.sampling.stop_token_ids:
+        if self.answer and self.answer[-1] in self.sampling.stop_token_ids:
             return "stop"
-        if self.emitted and (grammar := self._follow()) is not None and grammar.ended:
+        if self.answer and (grammar := self._follow()) is not None and grammar.ended:
             return "stop"
-        if self.emitted >= self.sampling.max_tokens:
+        if len(self.answer) >= self.sampling.max_tokens:
             return "length"
         # How long a prefill-only sequence may grow is for the engine to say that decodes it.
-        if not self.prefill_only and len(self.tokens) >= max_model_len:
+        if not self.prefill_only and len(self) >= max_model_len:
             return "length"
         return None
 

@@ -51,7 +51,7 @@ class SequenceMemory:
         if self.rings is not None and not self._pool.free_states:
             return False
         cached, found = self.prefixes.match(sequence)
-        missing = self._layout.pages_for(len(sequence.tokens)) - len(cached)
+        missing = self._layout.pages_for(len(sequence)) - len(cached)
         if missing and missing > self._pool.available - reserve:
             self.prefixes.release(sequence.sequence_id)
             return False
@@ -73,7 +73,7 @@ class SequenceMemory:
 
     def adopt(self, sequence: EngineSequence, owner: str) -> None:
         """Take over what the pool holds for `owner`: KV of all tokens of the sequence. ValueError on a wrong call."""
-        tokens = len(sequence.tokens)
+        tokens = len(sequence)
         shared = self._pool.reads_of(owner)
         pages = shared + self._pool.pages_of(owner)
         if len(pages) != self._layout.pages_for(tokens):

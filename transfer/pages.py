@@ -200,24 +200,28 @@ class PagePool:
 
     # --- shared prefix pages ----------------------------------------------------------------------------------
 
-    def share(self, owner: str, page: int, key: bytes) -> None:
-        """`page` of `owner` is full and will never be written again: others may read it under `key`.
+    def share(self, owner: str, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+        """These pages of `owner` are full and will never be written again: others may read each under its key.
 
-        The owner becomes its first reader. When another page stands under `key` already (two sequences computed
-        the same prefix side by side) nothing changes: the page stays private to its owner, who may be pushing
-        from it just now, and is freed with it. So a page table never changes under a running sequence.
+        The owner becomes their first reader. When another page stands under a key already (two sequences computed
+        the same prefix side by side) nothing changes for it: the page stays private to its owner, who may be pushing
+        from it just now, and is freed with it. So a page table never changes under a running sequence. ValueError, with
+        nothing changed, for a page that `owner` does not write.
         """
-        holding = self._held.get(owner)
-        if holding is None or page not in holding.pages:
-            raise ValueError(f"{owner} does not write page {page}, so it cannot share it")
-        if key in self._page_of_key:
-            return
-        self._move(_indices([page]), _OWNED, _SHARED)
-        del holding.pages[page]
-        holding.reads.append(page)
-        self._page_of_key[key] = page
-        self._key_of_page[page] = key
-        self._readers[page] = 1
+        holding = self._held.get(owner) or _Holding()
+        if missing := [page for page in pages if page not in holding.pages]:
+            raise ValueError(f"{owner} does not write page {missing[0]}, so it cannot share it")
+        fresh: dict[bytes, int] = {}
+        for page, key in zip(pages, keys, strict=True):
+            if key not in self._page_of_key:
+                fresh.setdefault(key, page)
+        self._move(_indices(fresh.values()), _OWNED, _SHARED)
+        for key, page in fresh.items():
+            del holding.pages[page]
+            self._key_of_page[page] = key
+            self._readers[page] = 1
+        self._page_of_key.update(fresh)
+        holding.reads.extend(fresh.values())
 
     def fork(self, owner: str, reader: str, pages: Sequence[int]) -> None:
         """`reader` reads these full pages of `owner` from now on, and neither writes them again.
@@ -341,6 +345,7 @@ class PagePool:
         self._move(_indices(pages), _SHARED, _FREE)
 
     def _unpin(self, pages: Iterable[int]) -> None:
+        freed: list[int] = []
         # The end of a prefix first, so that it is evicted before the start, without which it is useless.
         for page in reversed(list(pages)):
             readers = self._readers[page] - 1
@@ -351,7 +356,9 @@ class PagePool:
             if page in self._key_of_page:
                 self._unread[page] = None
             else:
-                self._move(_indices([page]), _SHARED, _FREE)
+                freed.append(page)
+        if freed:
+            self._move(_indices(freed), _SHARED, _FREE)
 
     def _free(self, holding: _Holding, state: int) -> None:
         self._move(_indices(holding.pages), state, _FREE)

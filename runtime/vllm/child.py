@@ -67,6 +67,8 @@ class VllmProcess:
             routing=config.routing,
             status_file=str(self.status_file) if links else "",
             peers_file=str(self.directory / "peers.json") if links else "",
+            # By its definition, a ticket lives longer than the longest step takes.
+            stuck_s=2 * config.ticket_ttl_s,
             address=f"{told_host(config.kv_host)}:{port}" if config.role == "pe" else "",
         )
         assert process.stdin is not None

@@ -93,9 +93,9 @@ def server_command(config: LaunchConfig, folder: Path, kv_port: int) -> list[str
     flags += ["--disable-uvicorn-access-log", "--uvicorn-log-level", config.log_level]
     if config.max_model_len is not None:
         flags += ["--max-model-len", str(config.max_model_len)]
-    # vLLM has better defaults for its own engine than ours are.
+    # When they are not given, vLLM has better defaults for its own engine than ours are.
     for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(config, name) != _default(name):
+        if getattr(config, name) is not None:
             flags += [_flag(name), str(getattr(config, name))]
     if config.kv_memory_gb is not None:
         flags += ["--kv-cache-memory-bytes", str(int(config.kv_memory_gb * 2**30))]
@@ -163,7 +163,3 @@ def _advice(instead: str) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(LaunchConfig) if field.name == name)

@@ -23,7 +23,7 @@ from kvrail.runtime.vllm import versions
 from kvrail.runtime.vllm.engine_facts import block_layout, block_tokens, check_parallel, first_needed
 from kvrail.runtime.vllm.gpu_worker import cuda_of, stream_of
 from kvrail.runtime.vllm.kv_tensors import TensorView, geometry_of
-from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.meta import ForScheduler, StepFacts
 from kvrail.runtime.vllm.scheduler_side import SchedulerSide
 from kvrail.runtime.vllm.service import Memory, Service
 from kvrail.runtime.vllm.settings import Settings
@@ -32,7 +32,7 @@ from kvrail.runtime.vllm.worker_side import WorkerSide
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FirstTokens", "KvrailConnector", "KvrailMetadata"]
+__all__ = ["KvrailConnector", "KvrailMetadata", "WorkerNews"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +41,12 @@ class KvrailMetadata(StepFacts, KVConnectorMetadata):  # type: ignore[misc]
     """StepFacts as vLLM carries them to the workers."""
 
 
-class FirstTokens(versions.WorkerMetadata):  # type: ignore[misc]
-    """First tokens as vLLM carries them to the scheduler's side."""
+class WorkerNews(ForScheduler, versions.WorkerMetadata):  # type: ignore[misc]
+    """ForScheduler as vLLM carries it to the scheduler's side."""
 
-    def __init__(self, tokens: dict[str, int]) -> None:
-        self.tokens = tokens
-
-    def aggregate(self, other: Any) -> FirstTokens:
-        """Every tensor-parallel rank tells the same."""
-        return FirstTokens(self.tokens | other.tokens)
+    def aggregate(self, other: Any) -> WorkerNews:
+        """Every tensor-parallel rank tells the same tokens, and has names of its own."""
+        return WorkerNews(self.tokens | other.tokens, self.held | other.held, self.quiet | other.quiet)
 
 
 class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -74,6 +71,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 needed=[first_needed(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
                 engine_id=str(transfer.engine_id),
                 recompute=transfer.kv_load_failure_policy == "recompute",
+                end_with_error=versions.end_with_error,
             )
         else:
             self._worker = WorkerSide()
@@ -119,6 +117,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank=rank,
             offset=rank if self._settings.role == "ce" else replica * parallel.tensor_parallel_size + rank,
             ucx_overrides=ucx_overrides(),
+            by_request=versions.tells_failed_requests(),
         )
         self._the_worker.start(service)
         _log.info(
@@ -149,12 +148,8 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._the_worker.after_forward(stream_of(self._the_worker.device))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """vLLM 0.31 and newer, which hold back a failed request's name until nobody writes into its blocks any more."""
-        outcome = self._the_worker.outcome()
-        if len(self._kv_cache_config.kv_cache_groups) == 1:
-            # With one group the blocks' names, which are not held back, tell it at once.
-            self._by_block |= outcome.failed_blocks
-        return versions.transfer_results(outcome)
+        """vLLM 0.31 and newer, where failures are told by request."""
+        return versions.transfer_results(self._the_worker.outcome())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Older ones; failures are told by block there."""
@@ -166,9 +161,9 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks, self._by_block = self._by_block, set()
         return blocks
 
-    def build_connector_worker_meta(self) -> FirstTokens | None:
-        tokens = self._the_worker.take_tokens()
-        return FirstTokens(tokens) if tokens else None
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        news = self._the_worker.take_news()
+        return WorkerNews(news.tokens, news.held, news.quiet) if news else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -211,7 +206,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._the_scheduler.hear(
             sent=connector_output.finished_sending or (),
             received=connector_output.finished_recving or (),
-            tokens=told.tokens if isinstance(told, FirstTokens) else {},
+            news=told if isinstance(told, WorkerNews) else ForScheduler(),
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

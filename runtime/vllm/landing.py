@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A completion engine's worker: grants the blocks that vLLM put down for a request, and says when they are filled.
 
-A load moves like this; vLLM hears of it once at the end, and of a failure as soon as it is known as well:
+A load moves like this, and vLLM hears of it once:
 
     waiting ──link up──▶ granted ──doorbell──▶ received
-       │                    └── lost, cancelled ──▶ (nobody writes any more) ──▶ received
-       └── no link in time, cancelled ──▶ received
+       │                    ├── lost ──▶ failed, its blocks are held ──▶ (nobody writes any more) ──▶ quiet
+       │                    └── cancelled ──▶ (nobody writes any more) ──▶ received
+       └── no link in time ──▶ failed;  cancelled ──▶ received
+
+A vLLM that knows failed loads by their blocks alone (before 0.31) would compute a lost request in those very blocks:
+there it is told as failed at once, and as received when they are quiet.
 """
 
 from __future__ import annotations
@@ -54,7 +58,10 @@ class _Loading:
 
 
 class Landing:
-    """The role of a CE worker; used by the service thread only. `offset`: of this worker's rank in the PE's ports."""
+    """The role of a CE worker; used by the service thread only.
+
+    `offset`: of this worker's rank in the PE's ports. `by_request`: vLLM knows failed loads by request.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class Landing:
         results: Results,
         peers: tuple[tuple[str, int], ...],
         offset: int,
+        by_request: bool = True,
         cuda: _ucx.CudaDevice | None = None,
     ) -> None:
         self._links = links
@@ -73,6 +81,7 @@ class Landing:
         self._results = results
         self._peers: tuple[tuple[str, int], ...] = ()
         self._offset = offset
+        self._by_request = by_request
         self._loads: dict[str, _Loading] = {}
         self._waiting: list[_Loading] = []
         self._by_owner: dict[str, _Loading] = {}
@@ -208,7 +217,7 @@ class Landing:
     def _cancel(self, now: float, request_id: str) -> None:
         loading = self._loads.get(request_id)
         if loading is None or loading.cancelled:
-            return  # It has landed: vLLM has heard, or hears with its next step.
+            return  # It has landed or failed: vLLM has heard, or hears with its next step.
         loading.cancelled = True
         self.counters["cancelled"] += 1
         if not loading.granted:
@@ -217,7 +226,7 @@ class Landing:
             self._receiver.cancel(now, loading.load.ticket, "the request has ended")
 
     def _fail(self, loading: _Loading, reason: str, hand_off: HandOff | None = None) -> None:
-        """The KV will not come. vLLM hears at once; its blocks stay with the ticket until nobody can write."""
+        """The KV will not come. The request is over at once; its blocks stay with the ticket until nobody can write."""
         load = loading.load
         if load.unasked:
             self._over(loading)
@@ -226,7 +235,11 @@ class Landing:
         self.counters["failed"] += 1
         loading.failed = True
         token = hand_off.first_token if load.hand_off and hand_off is not None else None
-        if load.hand_off and load.recompute and token is None:
+        if self._by_request and loading.granted:
+            self._results.held(self._name(load), load.pages)
+            self._report(load, token)
+            return
+        if not self._by_request and load.hand_off and load.recompute and token is None:
             # vLLM would compute the placeholder: such a request waits for whoever asked to give it up.
             loading.stuck = True
             _log.error(
@@ -239,14 +252,28 @@ class Landing:
         if not loading.granted:
             self._over(loading)
 
+    def _report(self, load: Load, token: int | None) -> None:
+        self._loads.pop(load.request_id, None)
+        self._results.failed(load.request_id, load.pages, token)
+        self._results.received(load.request_id)
+
+    def _name(self, load: Load) -> str:
+        """Of the blocks of a load: request ids may come again, and tensor-parallel ranks share them."""
+        return f"{load.ticket.hex()}/{self._offset}"
+
     def _over(self, loading: _Loading) -> None:
         """Nobody writes into its blocks any more."""
         load = loading.load
         if loading.stuck and not loading.cancelled:
             return
-        self._loads.pop(load.request_id, None)
         if load.unasked:
+            self._loads.pop(load.request_id, None)
             return
+        if self._loads.get(load.request_id) is not loading:
+            # Reported as failed before.
+            self._results.quiet(self._name(load))
+            return
+        del self._loads[load.request_id]
         if loading.failed and not loading.cancelled:
             self._results.failed(load.request_id, load.pages)
         self._results.received(load.request_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Call", "Chunk", "Finished", "Load", "StepFacts", "by_turns"]
+__all__ = ["Call", "Chunk", "Finished", "ForScheduler", "Load", "StepFacts", "by_turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,8 @@ class Finished:
 class Load:
     """CE: KV of tokens [token_start, token_end) is wanted in `pages`, from the PE that listens at `peer`.
 
-    `hand_off`: the last token of the request is a placeholder for the PE's first one. `recompute`: vLLM would compute a
-    request whose load failed, and must not when its first token is not known. `unasked`: vLLM has all KV of it and does
-    not wait; the PE is only to hear that it can let go.
+    `hand_off`: the last token of the request is a placeholder for the PE's first one. `recompute`: vLLM computes a
+    request whose load failed. `unasked`: vLLM has all KV of it and does not wait; the PE is only to hear so.
     """
 
     request_id: str
@@ -84,6 +83,22 @@ class StepFacts:
     def early(self) -> bool:
         """Whether anything in it does not wait for the step's forward pass."""
         return bool(self.calls or self.finished or self.loads or self.cancelled)
+
+
+@dataclass
+class ForScheduler:
+    """What workers report besides what vLLM knows to ask for.
+
+    `tokens`: first tokens of requests. `held`: blocks that somebody may still write into although vLLM hears that their
+    load is over, by a name that no other load has; `quiet`: names of those into which nobody can any more.
+    """
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    held: dict[str, list[int]] = field(default_factory=dict)
+    quiet: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.held or self.quiet)
 
 
 def by_turns(groups: Sequence[Sequence[int]], first: int = 0, last: int | None = None) -> list[int]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from kvrail.runtime.vllm.meta import ForScheduler
+
 __all__ = ["Outcome", "Results"]
 
 
@@ -13,15 +15,15 @@ __all__ = ["Outcome", "Results"]
 class Outcome:
     """Requests by what has happened since the last step. A request is in `sent` and in `received` once in its life.
 
-    `failed`: their KV did not and will not come; told early, and once more with `received`, when nobody can write into
-    their blocks any more. `tokens`: first tokens of received requests.
+    `failed`: their KV did not and will not come; told with `received`, and before it where that waits until nobody can
+    write into their blocks any more.
     """
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    tokens: dict[str, int] = field(default_factory=dict)
     failed_blocks: set[int] = field(default_factory=set)
+    news: ForScheduler = field(default_factory=ForScheduler)
 
 
 class Results:
@@ -54,7 +56,7 @@ class Results:
         with self._lock:
             self._outcome.received.add(request_id)
             if token is not None:
-                self._outcome.tokens[request_id] = token
+                self._outcome.news.tokens[request_id] = token
             self._news.set()
 
     def failed(self, request_id: str, blocks: list[int], token: int | None = None) -> None:
@@ -63,5 +65,17 @@ class Results:
             self._outcome.failed.add(request_id)
             self._outcome.failed_blocks.update(block for block in blocks if block)
             if token is not None:
-                self._outcome.tokens[request_id] = token
+                self._outcome.news.tokens[request_id] = token
+            self._news.set()
+
+    def held(self, name: str, blocks: list[int]) -> None:
+        """Whatever vLLM does with the request that had them: nobody may be given these blocks until `quiet`."""
+        with self._lock:
+            self._outcome.news.held[name] = [block for block in blocks if block]
+            self._news.set()
+
+    def quiet(self, name: str) -> None:
+        """Nobody writes any more into the blocks that are held under this name."""
+        with self._lock:
+            self._outcome.news.quiet.add(name)
             self._news.set()

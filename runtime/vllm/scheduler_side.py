@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrail.runtime.errors import ConfigError
-from kvrail.runtime.vllm.meta import Call, Chunk, Finished, Load, StepFacts, by_turns
+from kvrail.runtime.vllm.meta import Call, Chunk, Finished, ForScheduler, Load, StepFacts, by_turns
 from kvrail.runtime.vllm.settings import Settings
 
 __all__ = ["SchedulerSide"]
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _GOOD_ENDS = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 # `first_needed` of a KV cache group: the first token whose KV is needed when so many are computed.
 FirstNeeded = Callable[[int], int]
+# `end_with_error(request)`: vLLM is to end a request that waits and holds no blocks.
+EndWithError = Callable[[Any], None]
 # `block_tables(request_id)`: blocks of each KV cache group as of this step, or None when it is not scheduled.
 BlockTables = Callable[[str], Sequence[Sequence[int]] | None]
 
@@ -43,23 +45,27 @@ class _Out:
 
 
 class BlockKeeper(Protocol):
-    """Holds on to blocks that vLLM has just let go."""
+    """Holds on to blocks that vLLM lets go: `name` is a request's, or that of a load whose blocks are written into."""
 
-    def keep(self, request_id: str, blocks: list[int]) -> bool:
+    def keep(self, name: str, blocks: list[int]) -> bool:
         """Whether it holds them now, until `let_go`."""
         ...
 
-    def let_go(self, request_id: str) -> None: ...
+    def let_go(self, name: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _In:
-    """A request whose KV comes from another engine. `asked`: its load has begun, and is the only one of its life."""
+    """A request whose KV comes from another engine. `asked`: its load has begun, and is the only one of its life.
+
+    `begun`: its first token is known.
+    """
 
     request: Any
     ticket: bytes
     peer: tuple[str, int]
     hand_off: bool
+    begun: bool = False
     asked: bool = False
     done: bool = False
     local: int = 0
@@ -80,6 +86,7 @@ class SchedulerSide:
         needed: Sequence[FirstNeeded],
         engine_id: str,
         recompute: bool,
+        end_with_error: EndWithError,
     ) -> None:
         self._settings = settings
         self._block_tokens = block_tokens
@@ -88,10 +95,13 @@ class SchedulerSide:
         self.keeper: BlockKeeper | None = None
         self._engine_id = engine_id
         self._recompute = recompute
+        self._end_with_error = end_with_error
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}
         # Finished here, and not yet reported as sent (or as received) by the workers.
         self._leaving: set[str] = set()
+        # Loads that failed with somebody still able to write into their blocks.
+        self._held: set[str] = set()
         self._facts = StepFacts()
 
     # --- what vLLM's scheduler calls --------------------------------------------------------------------------
@@ -111,15 +121,23 @@ class SchedulerSide:
                 "request %s asks for what this engine's kv_role does not do; it runs here alone", request_id
             )
 
-    def external_tokens(self, request: Any, local: int) -> tuple[int, bool]:
+    def external_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
         """(tokens whose KV comes from elsewhere beyond the `local` first ones, whether that happens between steps).
 
+        None: the request is not to be scheduled now.
         All but the request's last token, which is computed here either way: of a plain request that is the prompt's
         last token, else the placeholder for the first one of the answer.
         """
         self.on_new_request(request)
         coming = self._in.get(request.request_id)
-        if coming is None or coming.asked:
+        if coming is None:
+            return 0, False
+        if coming.asked:
+            if coming.hand_off and coming.done and not coming.begun:
+                # Its load has failed, and vLLM would compute the placeholder.
+                _log.error("request %s fails: its first token is not known", request.request_id)
+                self._end_with_error(request)
+                return None, False
             return 0, False
         coming.local = local
         count = int(request.num_tokens) - 1 - local
@@ -147,7 +165,7 @@ class SchedulerSide:
     def build(self, output: Any, block_tables: BlockTables) -> StepFacts:
         """What the workers hear with this step."""
         facts, self._facts = self._facts, StepFacts()
-        waiting = self._leaving or any(coming.asked and not coming.done for coming in self._in.values())
+        waiting = self.busy or any(coming.asked and not coming.done for coming in self._in.values())
         facts.idle = bool(waiting) and not output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
             if request_id in self._out:
@@ -189,12 +207,24 @@ class SchedulerSide:
         self._leaving.add(request_id)
         return True, self._answer(going, prompt) if good else None
 
-    def hear(self, *, sent: Sequence[str], received: Sequence[str], tokens: dict[str, int]) -> None:
-        """What the workers reported with this step, before vLLM acts on it."""
-        for request_id, token in tokens.items():
+    def hear(self, *, sent: Sequence[str], received: Sequence[str], news: ForScheduler) -> None:
+        """What the workers reported with this step, before vLLM acts on it: it lets blocks of failed loads go next."""
+        for name, blocks in news.held.items():
+            if self.keeper is None or not self.keeper.keep(name, blocks):
+                # Nothing is worse than to give them to somebody else.
+                raise RuntimeError(
+                    f"this vLLM cannot hold the blocks {blocks}, into which an engine may still write"
+                )
+            self._held.add(name)
+        for name in news.quiet & self._held:
+            self._held.remove(name)
+            if self.keeper is not None:
+                self.keeper.let_go(name)
+        for request_id, token in news.tokens.items():
             coming = self._in.get(request_id)
             if coming is not None and coming.hand_off:
                 put_first_token(coming.request, token)
+                coming.begun = True
         for request_id in received:
             self._leaving.discard(request_id)
             coming = self._in.get(request_id)
@@ -208,7 +238,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Whether the workers have something to report although no request runs."""
-        return bool(self._leaving)
+        return bool(self._leaving or self._held)
 
     # --- inside -----------------------------------------------------------------------------------------------
 

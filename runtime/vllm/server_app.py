@@ -82,16 +82,19 @@ class ServerApp:
 
         side.load += 1
         leaving = asyncio.create_task(_gone(receive))
+        stuck = asyncio.create_task(side.core.until_stuck())
         try:
             tap.submit(request, heard)
-            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, leaving, stuck), return_when=asyncio.FIRST_COMPLETED)
         finally:
             side.load -= 1
             leaving.cancel()
+            stuck.cancel()
             if not answer.done():
                 tap.withdraw(name)
         if not answer.done():
-            return _refusal(499, "the caller went away")
+            trouble = side.core.trouble
+            return _refusal(503, trouble) if trouble else _refusal(499, "the caller went away")
         first = first_token_of(answer.result())
         if first is None:
             return _refusal(500, "the engine gave the prefill up")

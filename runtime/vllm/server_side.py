@@ -12,6 +12,7 @@ import httpx
 
 from kvrail.runtime.vllm.compat import model_digest
 from kvrail.runtime.vllm.core_tap import CoreTap
+from kvrail.runtime.vllm.core_watch import CoreWatch
 from kvrail.runtime.vllm.counters import SplitCounters
 from kvrail.runtime.vllm.peers import PeerCalls
 from kvrail.runtime.vllm.spec import ChildSpec, EngineCard, PrefillCall, ServerState
@@ -38,6 +39,8 @@ class ServerSide:
         self._max_num_seqs: int = config.scheduler_config.max_num_seqs
         self._peers: PeerCalls | None = None
         self._splitter: RequestSplitter | None = None
+        # Any question will do: the loop answers this one without asking the workers.
+        self.core = CoreWatch(tap.is_sleeping_async, spec.stuck_s)
         tap.side = self
         if spec.role == "ce":
             self._split(tap, config)
@@ -93,6 +96,7 @@ class ServerSide:
             requests=client.output_processor.get_num_unfinished_requests() + self.load,
             peers=self._peers.states if self._peers is not None else (),
             unsplit=self._splitter.unsplit if self._splitter is not None else "",
+            trouble=self.core.trouble,
         )
 
     def why_refused(self, call: PrefillCall, tokens: int) -> tuple[int, str] | None:
@@ -105,6 +109,8 @@ class ServerSide:
             return 409, "this engine serves another model, or the same in another number type"
         if not 0 < tokens < self._max_model_len:
             return 400, f"the prompt has {tokens} tokens; it may have {self._max_model_len - 1} at most"
+        if self.core.trouble:
+            return 503, self.core.trouble
         if self.load >= self._max_num_seqs * _QUEUED_PER_SEQUENCE:
             return 429, f"{self.load} prefills are here already"
         return None

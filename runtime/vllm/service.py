@@ -74,6 +74,7 @@ class Service:
     """One a worker; the thread runs from the constructor to `close`.
 
     `token`: the cluster token. `rank`: tensor-parallel rank, which the peer has as well; `offset` is added to ports.
+    `by_request`: see Landing.
     Raises TransferError when UCX cannot use the memory or the port is taken.
     """
 
@@ -86,6 +87,7 @@ class Service:
         rank: int,
         offset: int,
         ucx_overrides: dict[str, str],
+        by_request: bool = True,
     ) -> None:
         self.results = Results()
         self.identity = LinkKey(os.urandom(16), rank)
@@ -126,7 +128,7 @@ class Service:
                 gpu=memory.gpu,
             )
             self._opened = stack.pop_all()
-        self.role = self._role(memory, offset)
+        self.role = self._role(memory, offset, by_request)
         self._peers_file = PeersFile(Path(settings.peers_file)) if settings.peers_file else None
         self._status_file: StatusFile | None = None
         if settings.status_file and rank == 0:
@@ -277,7 +279,7 @@ class Service:
                 self._pools.close()
                 self._opened.close()
 
-    def _role(self, memory: Memory, offset: int) -> Pushing | Landing:
+    def _role(self, memory: Memory, offset: int, by_request: bool) -> Pushing | Landing:
         settings, (incarnation, rank) = self._settings, self.identity
         if settings.role == "pe":
             sender = Sender(
@@ -311,6 +313,7 @@ class Service:
             results=self.results,
             peers=settings.peers,
             offset=offset,
+            by_request=by_request,
             cuda=memory.cuda,
         )
 

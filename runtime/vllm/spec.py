@@ -34,7 +34,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a vLLM server is told at start, as one line on stdin: never on a command line, it holds the cluster token.
 
     `status_file` is written by the connector, `peers_file` is read by it; both are "" for a single engine. `address`:
-    where the connector of a prefill engine listens, host:port.
+    where the connector of a prefill engine listens, host:port. `stuck_s`: after how long without
+    the end of a step an engine core is taken as stuck.
     """
 
     role: Literal["pe", "ce", "single"]
@@ -47,6 +48,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     status_file: str = ""
     peers_file: str = ""
     address: str = ""
+    stuck_s: float = 60.0
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +113,14 @@ class PeerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a vLLM server says of itself to its front. `unsplit`: why it splits no request at all, or ""."""
+    """What a vLLM server says of itself to its front. `unsplit`: why it splits no request at all, or "".
+
+    `trouble`: why it can serve nothing now although it answers, or "".
+    """
 
     card: EngineCard
     max_num_seqs: int
     requests: int
     peers: tuple[PeerState, ...] = ()
     unsplit: str = ""
+    trouble: str = ""

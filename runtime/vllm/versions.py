@@ -9,6 +9,9 @@ from typing import Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvrail.runtime.vllm.results import Outcome
 
@@ -17,6 +20,7 @@ __all__ = [
     "BlockTracker",
     "Keeper",
     "WorkerMetadata",
+    "end_with_error",
     "hand_off_works",
     "log_like_vllm",
     "tells_failed_requests",
@@ -67,6 +71,17 @@ def tells_failed_requests() -> bool:
     return _Results is not None
 
 
+def end_with_error(request: Any) -> None:
+    """Have vLLM (0.31 and newer) end a request with an error that waits, before it computes anything.
+
+    vLLM has no word for that, but ends so a request whose grammar cannot be compiled: this one gets such a grammar.
+    """
+    grammar = StructuredOutputRequest(params=StructuredOutputsParams(json_object=True))
+    grammar.grammar = ValueError("the first token of the answer is not known")
+    request.structured_output_request = grammar
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+
 class Keeper:
     """References to blocks in vLLM's pool, as another request would hold them."""
 
@@ -74,19 +89,19 @@ class Keeper:
         self._pool = pool
         self._kept: dict[str, list[Any]] = {}
 
-    def keep(self, request_id: str, blocks: list[int]) -> bool:
-        """Hold these, which nobody has been given since vLLM let them go; False when this vLLM cannot do that."""
+    def keep(self, name: str, blocks: list[int]) -> bool:
+        """Hold these, which nobody else has been given; False when this vLLM cannot do that."""
         try:
             found = [self._pool.blocks[block] for block in blocks]
             self._pool.touch(found)
         except (AttributeError, TypeError):
             return False
-        self._kept[request_id] = found
+        self._kept[name] = found
         return True
 
-    def let_go(self, request_id: str) -> None:
+    def let_go(self, name: str) -> None:
         """Give them back."""
-        if blocks := self._kept.pop(request_id, None):
+        if blocks := self._kept.pop(name, None):
             self._pool.free_blocks(blocks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.meta import ForScheduler, StepFacts
 from kvrail.runtime.vllm.results import Outcome
 from kvrail.runtime.vllm.service import Service
 
@@ -32,7 +32,8 @@ class WorkerSide:
     def __init__(self) -> None:
         self._service: Service | None = None
         self._facts: StepFacts | None = None
-        self._tokens: dict[str, int] = {}
+        self._idle = False
+        self._news = ForScheduler()
 
     def start(self, service: Service) -> None:
         """The KV tensors are registered."""
@@ -40,7 +41,7 @@ class WorkerSide:
 
     def before_forward(self, facts: StepFacts) -> None:
         """A step begins: what does not wait for its forward pass goes out now."""
-        self._facts = facts
+        self._facts, self._idle = facts, facts.idle
         if self._service is None:
             return
         if facts.preempted:
@@ -54,11 +55,7 @@ class WorkerSide:
     def after_forward(self, stream: int | None) -> None:
         """The forward pass is done (on a GPU: queued on `stream`): what it computed can be pushed behind it."""
         facts, self._facts = self._facts, None
-        if self._service is None or facts is None:
-            return
-        if facts.idle:
-            self._service.results.wait(_IDLE_S)
-        if not facts.chunks:
+        if self._service is None or facts is None or not facts.chunks:
             return
         after: _ucx.CudaFence | None = None
         if self._service.cuda is not None and stream is not None:
@@ -66,17 +63,21 @@ class WorkerSide:
         self._service.post(StepFacts(chunks=facts.chunks), after)
 
     def outcome(self) -> Outcome:
-        """What has happened since the last step. `tokens` are kept for `take_tokens` as well."""
+        """What has happened since the last step. Its news are kept for `take_news` as well."""
         if self._service is None:
             return Outcome()
+        if self._idle:
+            # Here, and not behind the forward pass: GPU runners leave out what follows a pass that there is none of.
+            self._idle = False
+            self._service.results.wait(_IDLE_S)
         outcome = self._service.results.take()
-        self._tokens = outcome.tokens
+        self._news = outcome.news
         return outcome
 
-    def take_tokens(self) -> dict[str, int]:
-        """First tokens of the requests in the last outcome."""
-        tokens, self._tokens = self._tokens, {}
-        return tokens
+    def take_news(self) -> ForScheduler:
+        """What the scheduler's side is to hear of the last outcome."""
+        news, self._news = self._news, ForScheduler()
+        return news
 
     @property
     def device(self) -> _ucx.CudaDevice | None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kit.fake_rank import answers
@@ -61,3 +63,26 @@ def test_the_loop_turns_all_the_time(stand: Any, path: str, backend: str) -> Non
         stood.append(pulse.longest_s)
     assert len(at.rank.wait_for(Submit)[0].tokens) >= TOKENS * 4
     assert min(stood) < 0.020, stood
+
+
+def test_token_ids_let_others_through(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn of the loop computes for much longer than it takes to read the JSON: by CPU time of its thread."""
+    at = stand(answers([70]), max_model_len=2 * TOKENS)
+    body = msgspec.json.encode({"prompt": [4 + n % 200 for n in range(TOKENS)], "max_tokens": 1})
+    reading = min(_cpu_s(lambda: msgspec.json.decode(body)) for _ in range(5))
+    turns: list[float] = []
+    run = asyncio.Handle._run  # type: ignore[attr-defined]
+    monkeypatch.setattr(asyncio.Handle, "_run", lambda handle: turns.append(_cpu_s(lambda: run(handle))))
+    longest = []
+    for _ in range(6):
+        turns.clear()
+        answer = at.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+        longest.append(max(turns))
+    assert min(longest) < 3 * reading, (longest, reading)
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began

@@ -290,6 +290,25 @@ def test_a_server_that_hangs_holds_nobody(
         front.wait_ready()
 
 
+def test_an_engine_core_that_hangs_holds_nobody(tmp_path: Path, behind: Behind) -> None:
+    """The server in front of it lives, and says so."""
+    good, stuck = behind.state, "vLLM's engine core has not finished a step for 60 s"
+    with serving(tmp_path, behind) as front:
+        with front.http.stream("POST", "/v1/stream?kind=whole", json={}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            behind.state = msgspec.structs.replace(good, trouble=stuck)
+            assert stuck in "".join(lines)
+        assert behind.left.wait(5)
+        response = front.http.post("/v1/completions", json={})
+        assert (response.status_code, response.json()["error"]["message"]) == (503, stuck)
+        assert "retry-after" in response.headers
+        assert front.http.get("/ready").json()["reasons"] == [stuck]
+        assert 'kvrail_rank_ready{rank="0"} 0.0' in front.http.get("/metrics").text
+        behind.state = good
+        front.wait_ready()
+
+
 def test_a_stop_ends_streams_in_good_order(tmp_path: Path, behind: Behind) -> None:
     front = Front(tmp_path, behind)
     front.wait_ready()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.cuda_peer import CudaPeer
 from kit.remote import Remote
 from kvrail.kernels.page_copy import KernelsUnavailable, PageCopier, PageKernels
+from kvrail.runtime.checkpoint import open_checkpoint
+from kvrail.runtime.model import PagedModel
 from kvrail.transfer.cuda import open_device
 from kvrail.transfer.errors import CudaFailed
 
@@ -125,3 +129,58 @@ def _has_device(ordinal: int) -> bool:
     except CudaFailed:
         return False
     return True
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device (torch {torch.__version__})")
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def load(gpu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PagedModel]:
+    """load(cuda_graphs=…, decodes=…): a small Llama over FlashInfer, vocabulary 997, pages of 16 tokens."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=997,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+    def make(**options: Any) -> PagedModel:
+        return PagedModel.load(
+            open_checkpoint(str(folder)),
+            "bfloat16",
+            16,
+            device="cuda",
+            attention="flashinfer",
+            **options,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(load: Callable[..., PagedModel]) -> PagedModel:
+    made = load()
+    assert made._graphs is not None
+    return made
+
+
+@pytest.fixture(scope="session")
+def eager(load: Callable[..., PagedModel]) -> PagedModel:
+    made = load(cuda_graphs=False)
+    assert made._graphs is None
+    return made

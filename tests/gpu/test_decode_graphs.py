@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.conftest import greedy
 from gpu.cuda_rig import CudaRig
 from kit.tiny_families import FAMILIES, tiny_random_model
 from kit.tiny_model import END, byte_level_tokenizer
 from kvrail.kernels.attention import Slice, StepPlan
+from kvrail.kernels.decode_tables import DecodeTables
 from kvrail.kernels.flashinfer_attention import FlashInferAttention
-from kvrail.kernels.flashinfer_decode import FixedDecode
+from kvrail.kernels.flashinfer_fixed import FixedAttention
 from kvrail.kernels.kv_store import KvStore
 from kvrail.kernels.reference import gather_pages, scatter_pages, store_tokens
 from kvrail.runtime.checkpoint import open_checkpoint
@@ -32,75 +31,23 @@ VOCABULARY = 997
 PAGE_TOKENS = 16
 
 
-@pytest.fixture(scope="session")
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device (torch {torch.__version__})")
-    if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("FlashInfer is not installed")
-    return torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="session")
-def load(gpu, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PagedModel]:
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.1,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-    def make(**options: Any) -> PagedModel:
-        return PagedModel.load(
-            open_checkpoint(str(folder)),
-            "bfloat16",
-            PAGE_TOKENS,
-            device="cuda",
-            attention="flashinfer",
-            **options,
-        )
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def model(load) -> PagedModel:
-    made = load()
-    assert made._graphs is not None
-    return made
-
-
-@pytest.fixture(scope="session")
-def eager(load) -> PagedModel:
-    made = load(cuda_graphs=False)
-    assert made._graphs is None
-    return made
-
-
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every graph that is replayed."""
-    from kvrail.runtime.decode_graphs import DecodeGraphs
+    """Rows of every decoding step that is replayed. Chunks of prompts are launched (test_prefill_graphs.py)."""
+    from kvrail.runtime.step_graphs import StepGraphs
 
     seen: list[int] = []
-    real = DecodeGraphs.run
+    real = StepGraphs.run
 
-    def run(self: DecodeGraphs, pool: Any, tokens: Any, slices: Any, wanted: Any) -> Any:
+    def run(self: StepGraphs, pool: Any, tokens: Any, slices: Any, wanted: Any) -> Any:
+        if len(tokens) != len(slices):
+            return None
         found = real(self, pool, tokens, slices, wanted)
         if found is not None:
             seen.append(len(slices))
         return found
 
-    monkeypatch.setattr(DecodeGraphs, "run", run)
+    monkeypatch.setattr(StepGraphs, "run", run)
     return seen
 
 
@@ -173,8 +120,8 @@ def test_attention_equals_the_torch_plan(gpu, tmp_path, count, rows, page_tokens
     oracle = pool.float().cpu()
     shape = {"query": 8, "key": 2, "value": 2}
     given = {n: torch.randn(rows, h, 64, device=gpu).bfloat16().transpose(0, 1) for n, h in shape.items()}
-    fixed = FixedDecode(attention, pool, 48, 48 * 8, tmp_path)
-    planned = fixed.begin(np.zeros(count, dtype=np.int64), slices, rows)
+    fixed = FixedAttention(attention, pool, DecodeTables(gpu, 48, 48 * 8), tmp_path)
+    planned = fixed.begin(np.zeros(count, dtype=np.int64), slices, [], rows)
     assert planned is not None
     found = fixed.plan(pool, rows, planned).attend(2, **given, scaling=0.11)
     assert found.shape == (rows, 8, 64)
@@ -202,9 +149,9 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, count, replays) -> No
         text = rng.integers(0, VOCABULARY, start)
         eager.forward(pool, text, [Slice(table, 0, start)], [start - 1])
     copy = pool.clone()
-    model.prepare_decoding(pool, 16, per)
+    model.prepare_steps(pool, 16, per)
     assert _same(pool, copy), "capturing has touched a page"
-    assert model._graphs.sizes == [1, 2, 4, 8, 16]
+    assert model._graphs.batches == [1, 2, 4, 8, 16]
     for step in range(20):
         tokens = rng.integers(0, VOCABULARY, count)
         slices = [
@@ -217,7 +164,7 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, count, replays) -> No
         found = model.forward(pool, tokens, slices, wanted)
         assert found.shape == (len(wanted), VOCABULARY)
         # Products of the same shapes are the same kernels.
-        if count in model._graphs.sizes and len(wanted) == count:
+        if count in model._graphs.batches and len(wanted) == count:
             assert torch.equal(found, expected), f"step {step}: {float((found - expected).abs().max())}"
         assert float((found - expected).abs().max()) <= 0.1 * float(expected.std())
         # So that what differs does not add up.
@@ -232,7 +179,7 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, count, replays) -> No
 
 def test_another_pool_is_computed_without_graphs(model, eager, gpu, replays) -> None:
     first, second = (torch.zeros(20, *model.layout.shape, dtype=torch.bfloat16, device=gpu) for _ in range(2))
-    model.prepare_decoding(first, 2, 3)
+    model.prepare_steps(first, 2, 3)
     slices, tokens = [Slice([5], 0, 1)], np.array([7])
     expected = eager.forward(first.clone(), tokens, slices, [0])
     assert torch.equal(model.forward(second, tokens, slices, [0]), expected)
@@ -245,7 +192,7 @@ def test_another_pool_is_computed_without_graphs(model, eager, gpu, replays) -> 
     model.forward(first, np.array([1, 2]), [Slice(list(range(10)), 150, 1), Slice([12], 3, 1)], [0, 1])
     model.forward(first, np.array([1, 2]), [Slice([11], 0, 2)], [1])
     assert replays == [1]
-    model.prepare_decoding(second, 2, 3)
+    model.prepare_steps(second, 2, 3)
     assert torch.equal(model.forward(second, tokens, slices, [0]), expected)
     assert replays == [1, 1]
 
@@ -393,9 +340,9 @@ def test_what_waits_for_the_host_is_launched(load, eager, caplog, replays) -> No
     with _changed(made, wait):
         rig = CudaRig(made, 20)
         found = rig.generate([prompt(20)], greedy(10))
-    assert "decoding is without CUDA graphs" in caplog.text
+    assert "the engine is without CUDA graphs" in caplog.text
     assert "synchroniz" in caplog.text
-    assert made._graphs.sizes == []
+    assert made._graphs.batches == []
     assert not replays
     assert found == CudaRig(eager, 20).generate([prompt(20)], greedy(10))
     # The allocator is as it was: a batch too large is an ordinary error.

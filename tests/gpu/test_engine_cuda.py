@@ -162,7 +162,7 @@ def test_preemption_waits(models, prompt, slow_stream) -> None:
     stream = slow_stream(rig.engine)
     rig.step()
     assert not stream.query()
-    rig.engine._preempt_one()
+    rig.engine._roster._preempt_one()
     assert stream.query(), "pages went back while work on them was queued"
     rig.drain()
     assert rig.tokens["young"] == models.expected(prompt(100, 2), 3)

@@ -183,7 +183,7 @@ class World:
         self.sequences[name] = held
         # As an engine does: full pages are never written again, and others may read them.
         for key, page in list(zip(request.keys, held, strict=False))[request.start // LAYOUT.page_tokens :]:
-            self.pool.share(name, page, key)
+            self.pool.share(name, [page], [key])
             if page not in self.pool.pages_of(name):
                 self.content[key] = held[page]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -21,21 +22,26 @@ VOCABULARY = 2048
 MAX_LENGTH = 640
 
 
-def tiny_checkpoint(folder: Path, family: str, *, seed: int = 1, eos: Sequence[int] = (2,)) -> Path:
-    """A tiny model of a family (a name in tiny_families), fp32, in `folder`. Equal arguments give equal weights."""
+def tiny_checkpoint(
+    folder: Path, family: str, *, seed: int = 1, eos: Sequence[int] = (2,), **changes: Any
+) -> Path:
+    """A tiny model of a family (a name in tiny_families), fp32, in `folder`. Equal arguments give equal weights.
+
+    `changes`: other fields of its configuration.
+    """
     torch.manual_seed(seed)
-    model = tiny_random_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        max_position_embeddings=MAX_LENGTH,
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "max_position_embeddings": MAX_LENGTH,
         # Not tied: a tied random model says its last token again and again, whatever lies in its KV cache.
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=list(eos),
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": list(eos),
         # Sharp enough that attention, and so every page of KV, decides about the next token.
-        initializer_range=0.3,
-    )
+        "initializer_range": 0.3,
+    }
+    model = tiny_random_model(family, **(settings | changes))
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
     names = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHATML}

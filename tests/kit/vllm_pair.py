@@ -21,7 +21,9 @@ PATIENCE_S = 30.0
 
 
 class Worker:
-    """One vllm_worker.py process. What its steps report is added up in `sent`, `received`, `failed`, `tokens`."""
+    """One vllm_worker.py process. What its steps report is added up in `sent`, `received`, `failed`, `tokens`; `held`
+    by the names of loads.
+    """
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Worker:
         self.received: list[str] = []
         self.failed: set[str] = set()
         self.tokens: dict[str, int] = {}
+        self.held: dict[str, list[int]] = {}
         self._ready = False
 
     def do(self, **command: Any) -> Any:
@@ -77,6 +80,9 @@ class Worker:
         self.received += told["received"]
         self.failed |= set(told["failed"])
         self.tokens |= told["tokens"]
+        self.held |= told["held"]
+        for name in told["quiet"]:
+            del self.held[name]
 
     def steps_until(self, done: Callable[[Worker], bool], patience_s: float = PATIENCE_S) -> float:
         """Empty steps until `done`; returns how long that took."""

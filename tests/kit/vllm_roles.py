@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 from kit.cluster import Server
 
-__all__ = ["CASES", "Case", "answer_of", "vllm_role"]
+__all__ = ["CASES", "STUCK_S", "Case", "answer_of", "engine_core", "vllm_role"]
 
+# Half of the time after which an engine core is taken as stuck; longer than any step, also on a crowded machine.
+_TICKET_TTL_S = 15
+STUCK_S = 2 * _TICKET_TTL_S
 # What vLLM itself is told: no compilation, which takes longer than the tests.
 _FOR_VLLM = ("--", "--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
@@ -24,11 +28,21 @@ def vllm_role(role: str, model: Path, folder: Path, *flags: str, port: int | Non
         model,
         folder,
         *("--engine", "vllm", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16"),
-        *("--served-model-name", "m", "--kv-memory-gb", "0.5"),
+        *("--served-model-name", "m", "--kv-memory-gb", "0.5", "--ticket-ttl-s", str(_TICKET_TTL_S)),
         *flags,
         *_FOR_VLLM,
         port=port,
     )
+
+
+def engine_core(server: Server) -> psutil.Process:
+    """The process of a role in which vLLM's scheduler loops. Its workers, and the links, are in others."""
+    (core,) = [
+        one
+        for one in psutil.Process(server.process.pid).children(recursive=True)
+        if "EngineCore" in " ".join(one.cmdline())
+    ]
+    return core
 
 
 class Case(NamedTuple):

@@ -40,7 +40,7 @@ class VllmServer:
         more: Sequence[str] = (),
     ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.log = folder / f"{name}.log"
+        self.model, self.log = model, folder / f"{name}.log"
         role = "kv_producer" if name.startswith("pe") else "kv_consumer"
         transfer = {
             "kv_connector": "KvrailConnector",
@@ -65,7 +65,10 @@ class VllmServer:
         command += ["--max-num-batched-tokens", "256", "--kv-transfer-config", json.dumps(transfer), *more]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.http = httpx.Client(base_url=self.url, timeout=120.0)
+        # Nothing is kept alive: a server that is busy may close a connection just as it is used again.
+        self.http = httpx.Client(
+            base_url=self.url, timeout=120.0, limits=httpx.Limits(max_keepalive_connections=0)
+        )
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + _START_S
@@ -113,6 +116,12 @@ class VllmServer:
         while busy := self.busy():
             assert time.monotonic() < deadline, busy
             time.sleep(0.2)
+
+    def freeze(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -86,11 +86,14 @@ class Worker:
             self.memory[:, block] = np.arange(self.memory.shape[0]).reshape(-1, 1, 1, 1) * 1000 + value
         self.side.after_forward(None)
         outcome = self.side.outcome()
+        news = self.side.take_news()
         return {
             "sent": sorted(outcome.sent),
             "received": sorted(outcome.received),
             "failed": sorted(outcome.failed),
-            "tokens": self.side.take_tokens(),
+            "tokens": news.tokens,
+            "held": news.held,
+            "quiet": sorted(news.quiet),
         }
 
     def do(self, command: dict[str, Any]) -> object:

@@ -18,6 +18,7 @@ from kit.cluster import Server, serving, wait_until
 from kit.split import MODEL, ask, start_single, start_split, wait_for_links
 from kit.tiny_checkpoint import tiny_checkpoint
 from kvrail.frontend.check_prefix_cache import check
+from kvrail.frontend.replay_conversations import replay
 
 if TYPE_CHECKING:
     from conftest import Cluster
@@ -93,6 +94,28 @@ def test_conversations_under_pressure(caches: Caches) -> None:
         )
         assert report.good, f"{report.problems}\n{said.file.getvalue()}"
     assert caches.pe.metric("kvrail_hicache_stored_pages_total") > 40
+    caches.pages()
+
+
+def test_a_replay_takes_each_turn_both_ways(caches: Caches) -> None:
+    without, cached = asyncio.run(
+        replay(
+            caches.ce.url,
+            conversations=3,
+            turns=3,
+            shared_words=20,
+            own_words=10,
+            question_words=5,
+            max_tokens=6,
+            concurrency=2,
+            seed=7,
+        )
+    )
+    assert [len(turn) for turn in without] == [len(turn) for turn in cached] == [3, 3, 3]
+    for plain, ours in zip(without, cached, strict=True):
+        assert [turn.tokens for turn in plain] == [turn.tokens for turn in ours]
+        assert all(turn.cached_tokens == 0 < turn.first_token_s for turn in plain)
+    assert all(turn.cached_tokens > 0 for turn in cached[2])
     caches.pages()
 
 

@@ -69,6 +69,8 @@ class Pair:
     def check_idle(self) -> None:
         for worker in (self.pe, self.ce):
             assert not any(worker.gauges().values()), worker.gauges()
+            worker.step()
+            assert not worker.held
             assert len(worker.sent) == len(set(worker.sent))
             assert len(worker.received) == len(set(worker.received))
 
@@ -250,7 +252,7 @@ def test_the_prefill_engine_is_killed_and_comes_back(start: Start, extra: dict[s
     pair.pe.step(calls=[("r", name, 32)], chunks=[("r", 16, [5])], compute=[(5, 5.0)])
     pair.pe.steps_until(lambda _: pair.ce.look([42]) == [5.0])
     pair.pe.kill()
-    pair.ce.steps_until(lambda ce: "r" in ce.received)
+    pair.ce.steps_until(lambda ce: "r" in ce.received and not ce.held)
     assert pair.ce.failed == {"r"}
     # Nobody is there: a load fails after a short while.
     pair.ce.step(loads=[pair.ce.load("s", ticket(), pair.port, 32, [44, 45])])
@@ -264,17 +266,26 @@ def test_the_prefill_engine_is_killed_and_comes_back(start: Start, extra: dict[s
 
 
 def test_a_frozen_prefill_engine_keeps_the_blocks_and_not_the_request(pair: Pair) -> None:
+    """vLLM hears at once that the load is over, and that its blocks are nobody's until the writer is quiet."""
     name = ticket()
     pair.ce.step(loads=[pair.ce.load("r", name, pair.port, 32, [42, 43])])
     pair.pe.step(calls=[("r", name, 32)], chunks=[("r", 16, [5])], compute=[(5, 5.0)])
     pair.pe.steps_until(lambda _: pair.ce.look([42]) == [5.0])
     pair.pe.freeze()
-    # It is told as failed; but over cma a frozen writer may go on, so its blocks stay.
-    pair.ce.steps_until(lambda ce: "r" in ce.failed)
-    assert "r" not in pair.ce.received
+    # Over cma a frozen writer may go on.
+    assert pair.ce.steps_until(lambda ce: "r" in ce.received) < 10
+    assert pair.ce.failed == {"r"}
+    assert list(pair.ce.held.values()) == [[42, 43]]
     assert pair.ce.gauges()["blocks_held_for"] == 1
+    # vLLM may compute the request again under its name, and it may ask for another load meanwhile.
+    pair.ce.step(cancelled=["r"])
+    pair.ce.step(loads=[pair.ce.load("r", ticket(), pair.port, 32, [44, 45])])
+    assert pair.ce.steps_until(lambda ce: ce.received.count("r") == 2) < 10
+    assert list(pair.ce.held.values()) == [[42, 43]], "no link, so nothing was granted"
+    pair.ce.received.pop()
     pair.pe.thaw()
-    pair.ce.steps_until(lambda ce: "r" in ce.received)
+    pair.ce.steps_until(lambda ce: not ce.held)
+    assert pair.ce.received.count("r") == 1
     pair.pe.step(finished=[("r", 1, 32, [5, 6], None)])
     pair.pe.steps_until(lambda pe: "r" in pe.sent)
     pair.check_idle()
@@ -330,9 +341,9 @@ def test_peers_that_a_front_tells_of(start: Start, tmp_path: Path) -> None:
     tell(ports[0])
     ce.steps_until(lambda ce: ce.failed == {"early", "s"})
     # Its process lives, and may write over cma: the block comes back when it does not.
-    assert "s" not in ce.received
+    assert list(ce.held.values()) == [[43]]
     pes[1].kill()
-    ce.steps_until(lambda ce: "s" in ce.received)
+    ce.steps_until(lambda ce: not ce.held)
     until(lambda: list(states(status).values()).count("up") == 1)
     link = next(link for link in json.loads(status.read_text())["links"] if link["state"] == "up")
     assert link["counters"]["bytes"] > 0

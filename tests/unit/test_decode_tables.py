@@ -10,7 +10,7 @@ import torch
 from kvrail.kernels.decode_tables import DecodeTables
 from kvrail.kernels.reference import store_tokens
 from kvrail.kernels.step_parts import Slice
-from kvrail.runtime.decode_graphs import batch_sizes
+from kvrail.runtime.step_graphs import batch_sizes
 
 LAYERS, PAGE_TOKENS, KV_HEADS, DIM = 3, 16, 2, 8
 POOL = torch.Size((40, LAYERS, 2, PAGE_TOKENS, KV_HEADS, DIM))
@@ -35,7 +35,7 @@ def test_real_rows_are_found_and_the_others_are_nowhere(seed) -> None:
         count = int(rng.integers(0, 9))
         rows = count + int(rng.integers(0 if count else 1, 8))
         slices, tokens = _slices(rng, count), rng.integers(0, 997, count)
-        assert made.fill(POOL, tokens, slices, rows)
+        assert made.fill(POOL, tokens, slices, [], rows)
         for side in (made.host(rows), made.device(rows)):
             assert side.tokens.tolist() == [*tokens.tolist(), *[0] * (rows - count)]
             indptr = side.indptr.tolist()
@@ -57,7 +57,7 @@ def test_only_the_new_tokens_are_stored() -> None:
     rng = np.random.default_rng(7)
     slices = _slices(rng, 5)
     made = DecodeTables(torch.device("cpu"), 8, 60)
-    assert made.fill(POOL, np.arange(5), slices, 8)
+    assert made.fill(POOL, np.arange(5), slices, [], 8)
     pool = torch.zeros(POOL)
     key, value = torch.rand(2, 8, KV_HEADS, DIM) + 1
     store_tokens(pool, 1, key, value, made.device(8).places)
@@ -71,17 +71,17 @@ def test_only_the_new_tokens_are_stored() -> None:
 
 def test_too_many_pages_change_nothing() -> None:
     made = DecodeTables(torch.device("cpu"), 4, 3)
-    assert made.fill(POOL, np.array([5]), [Slice([7], 3, 1)], 2)
+    assert made.fill(POOL, np.array([5]), [Slice([7], 3, 1)], [], 2)
     before = [one.clone() for one in made.device(4)]
-    assert not made.fill(POOL, np.array([5, 6]), [Slice([1, 2], 20, 1), Slice([3, 4], 20, 1)], 2)
+    assert not made.fill(POOL, np.array([5, 6]), [Slice([1, 2], 20, 1), Slice([3, 4], 20, 1)], [], 2)
     assert all(map(torch.equal, before, made.device(4)))
 
 
 def test_tables_stay_where_they_are() -> None:
     made = DecodeTables(torch.device("cpu"), 4, 9)
     where = [one.data_ptr() for one in made.device(2)]
-    assert made.fill(POOL, np.array([5]), [Slice([7], 3, 1)], 2)
-    assert made.fill(POOL, np.array([5, 6]), [Slice([1, 2], 20, 1), Slice([3, 4], 20, 1)], 4)
+    assert made.fill(POOL, np.array([5]), [Slice([7], 3, 1)], [], 2)
+    assert made.fill(POOL, np.array([5, 6]), [Slice([1, 2], 20, 1), Slice([3, 4], 20, 1)], [], 4)
     assert [one.data_ptr() for one in made.device(2)] == where
 
 

@@ -115,7 +115,7 @@ def test_quarantine_holds_pages_until_proof() -> None:
 def test_rename_gives_a_tickets_pages_to_a_sequence() -> None:
     pool = PagePool(16, state_slots=1)
     pool.allocate("seed", 1)
-    pool.share("seed", 0, b"k")
+    pool.share("seed", [0], [b"k"])
     pool.match("sequence", [b"k"])
     pool.allocate("ticket", 3)
     pool.allocate_state("ticket")
@@ -147,7 +147,7 @@ def test_a_match_is_the_longest_prefix_and_pins() -> None:
     pool = PagePool(8)
     pages = pool.allocate("a", 4)
     for page, key in zip(pages, keys(4), strict=True):
-        pool.share("a", page, key)
+        pool.share("a", [page], [key])
     assert pool.pages_of("a") == []
     assert pool.match("b", [*keys(3), b"other"]) == pages[:3]
     assert pool.match("c", [b"other", *keys(3)]) == []
@@ -165,7 +165,7 @@ def test_the_end_of_the_oldest_prefix_is_evicted_first() -> None:
     pool = PagePool(8)
     for name in ("old", "new"):
         for i, page in enumerate(pool.allocate(name, 4)):
-            pool.share(name, page, b"%s%d" % (name.encode(), i))
+            pool.share(name, [page], [b"%s%d" % (name.encode(), i)])
     pool.release("old")
     pool.release("new")
     pool.allocate("x", 2)
@@ -182,21 +182,40 @@ def test_a_key_that_exists_leaves_the_second_page_private() -> None:
     pool = PagePool(8)
     (first,) = pool.allocate("a", 1)
     (second,) = pool.allocate("b", 1)
-    pool.share("a", first, b"k")
-    pool.share("b", second, b"k")
+    pool.share("a", [first], [b"k"])
+    pool.share("b", [second], [b"k"])
     assert pool.pages_of("b") == [second]
     assert pool.match("c", [b"k"]) == [first]
     with pytest.raises(ValueError, match="does not write"):
-        pool.share("c", first, b"other")
+        pool.share("c", [first], [b"other"])
     pool.release("b")
     assert pool.free == 7
+    pool.check()
+
+
+def test_pages_that_are_shared_together() -> None:
+    pool = PagePool(8)
+    pool.share("first", pool.allocate("first", 1), [b"2"])
+    pages = pool.allocate("a", 4)
+    with pytest.raises(ValueError, match="does not write page 7"):
+        pool.share("a", [*pages[:2], 7], [b"1", b"2", b"3"])
+    pool.check()
+    assert (pool.pages_of("a"), pool.shared) == (pages, 1)
+    # The second stands under its key elsewhere, the fourth repeats one: these two stay private.
+    pool.share("a", pages, [b"1", b"2", b"3", b"3"])
+    assert (pool.pages_of("a"), pool.reads_of("a")) == ([pages[1], pages[3]], [pages[0], pages[2]])
+    assert pool.match("b", [b"1", b"3"]) == [pages[0], pages[2]]
+    pool.check()
+    pool.release("a")
+    pool.release("b")
+    assert (pool.owned, pool.shared, pool.cached) == (0, 1, 2)
     pool.check()
 
 
 def test_a_shared_page_is_released_by_its_reader_count() -> None:
     pool = PagePool(4)
     (page,) = pool.allocate("a", 1)
-    pool.share("a", page, b"k")
+    pool.share("a", [page], [b"k"])
     pool.match("b", [b"k"])
     pool.release_pages("a", [page])
     assert pool.shared == 1
@@ -211,13 +230,13 @@ def test_a_shared_page_is_released_by_its_reader_count() -> None:
 def test_forked_pages_are_freed_once_with_their_last_reader() -> None:
     pool = PagePool(6)
     one, two, three = pool.allocate("a", 3)
-    pool.share("a", one, b"k")
+    pool.share("a", [one], [b"k"])
     pool.fork("a", "b", [one, two])
     pool.fork("a", "c", [one, two])
     # What two may read, nobody writes.
     assert (pool.pages_of("a"), pool.shared, pool.owned) == ([three], 2, 1)
     with pytest.raises(ValueError, match="does not write"):
-        pool.share("a", two, b"l")
+        pool.share("a", [two], [b"l"])
     with pytest.raises(ValueError, match="does not hold page"):
         pool.fork("b", "d", [one, three])
     pool.release("a")
@@ -234,7 +253,7 @@ def test_forked_pages_are_freed_once_with_their_last_reader() -> None:
 def test_quarantine_drops_pins_of_shared_pages() -> None:
     pool = PagePool(4)
     (page,) = pool.allocate("a", 1)
-    pool.share("a", page, b"k")
+    pool.share("a", [page], [b"k"])
     pool.match("ticket", [b"k"])
     pool.allocate("ticket", 1)
     pool.quarantine("ticket")
@@ -294,7 +313,7 @@ def test_counts_add_up_under_any_order(data: st.DataObject) -> None:
         elif action == "prove":
             pool.release_quarantined(name)
         elif action == "share" and pool.pages_of(name):
-            pool.share(name, pool.pages_of(name)[0], data.draw(st.sampled_from(keys(6))))
+            pool.share(name, [pool.pages_of(name)[0]], [data.draw(st.sampled_from(keys(6)))])
         elif action == "fork":
             pool.fork(name, f"{name}'", pool.pages_of(name)[:2])
         elif action == "match":

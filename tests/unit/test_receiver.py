@@ -114,7 +114,7 @@ def shared(bench: Bench, keys: list[bytes]) -> list[int]:
     """Pages that an earlier request has left in the prefix cache."""
     pages = bench.pool.allocate("earlier", len(keys))
     for page, key in zip(pages, keys, strict=True):
-        bench.pool.share("earlier", page, key)
+        bench.pool.share("earlier", [page], [key])
     bench.pool.release("earlier")
     return pages
 

@@ -41,6 +41,9 @@ def test_names_map_onto_those_of_vllm() -> None:
     assert (found["--max-model-len"], found["--max-num-seqs"], found["--dtype"]) == ("100", "3", "float32")
     assert found["--kv-cache-memory-bytes"] == str(2**29)
     assert "--max-num-batched-tokens" not in found, "vLLM's own default"
+    # Those that the embedded engine has without being told count as well when they are given.
+    found = flags(settings(max_num_seqs=64, max_num_batched_tokens=2048))
+    assert (found["--max-num-seqs"], found["--max-num-batched-tokens"]) == ("64", "2048")
     assert "--kv-transfer-config" not in found, "one engine moves nothing"
     assert server_variables(config)["OMP_NUM_THREADS"] == "2"
     assert server_variables(config)["VLLM_API_KEY"] == "", "it would lock the front out"

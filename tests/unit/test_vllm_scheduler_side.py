@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrail.runtime.vllm.engine_facts import first_needed
-from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.meta import ForScheduler, StepFacts
 from kvrail.runtime.vllm.scheduler_side import SchedulerSide, put_first_token
 from kvrail.runtime.vllm.settings import Settings
 
@@ -35,6 +35,7 @@ def side(role: str, *, recompute: bool = False, windows: tuple[int | None, ...] 
         needed=[first_needed(spec) for spec in specs],
         engine_id="engine",
         recompute=recompute,
+        end_with_error=lambda one: setattr(one, "status", SimpleNamespace(name="TO_FAIL")),
     )
 
 
@@ -107,7 +108,7 @@ def test_chunks_are_told_as_they_are_scheduled() -> None:
     (told,) = step(pe).finished
     assert (told.token, told.computed, told.pages, told.call) == (77, 40, [3, 4, 9], None)
     assert pe.busy
-    pe.hear(sent=["r"], received=(), tokens={})
+    pe.hear(sent=["r"], received=(), news=ForScheduler())
     assert not pe.busy
 
 
@@ -152,12 +153,12 @@ class Keeper:
     def __init__(self) -> None:
         self.kept: dict[str, list[int]] = {}
 
-    def keep(self, request_id: str, blocks: list[int]) -> bool:
-        self.kept[request_id] = blocks
+    def keep(self, name: str, blocks: list[int]) -> bool:
+        self.kept[name] = blocks
         return True
 
-    def let_go(self, request_id: str) -> None:
-        self.kept.pop(request_id, None)
+    def let_go(self, name: str) -> None:
+        self.kept.pop(name, None)
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(47, [20]), (48, []), (46, [])])
@@ -177,7 +178,7 @@ def test_a_block_that_leaves_the_window_with_the_last_token_is_kept_until_it_is_
     assert keeper.kept.get("r", []) == kept
     (told,) = step(pe).finished
     assert told.pages[1] == (kept or [left[1][0]])[0]
-    pe.hear(sent=["r"], received=(), tokens={})
+    pe.hear(sent=["r"], received=(), news=ForScheduler())
     assert keeper.kept == {}
 
 
@@ -199,7 +200,7 @@ def test_a_plain_load_asks_for_all_but_the_last_token() -> None:
     # vLLM asks again when it has arrived, and when it was preempted later.
     ce.after_alloc(asked, [[5, 8, 9]], 0)
     assert ce.external_tokens(asked, 0) == (0, False)
-    ce.hear(sent=(), received=["r"], tokens={})
+    ce.hear(sent=(), received=["r"], news=ForScheduler())
     assert step(ce).loads == []
     assert ce.finished(end(asked, "FINISHED_STOPPED", 1), [[5, 8, 9]]) == (False, None)
     facts = step(ce)
@@ -214,7 +215,7 @@ def test_a_hand_off_waits_for_its_token_and_puts_it_in_place() -> None:
     ce.after_alloc(asked, [[5, 8]], 32)
     (load,) = step(ce).loads
     assert (load.token_start, load.token_end, load.pages, load.hand_off) == (0, 32, [5, 8], True)
-    ce.hear(sent=(), received=["r"], tokens={"r": 1234, "other": 5})
+    ce.hear(sent=(), received=["r"], news=ForScheduler(tokens={"r": 1234, "other": 5}))
     assert asked.prompt_token_ids == asked._all_token_ids == [*range(32), 1234]
 
 
@@ -249,13 +250,51 @@ def test_a_load_that_is_aborted_is_cancelled_and_waited_for() -> None:
     assert ce.finished(end(asked, "FINISHED_ABORTED"), [[5, 8, 9]]) == (False, None)
     facts = step(ce)
     assert (len(facts.loads), facts.cancelled, ce.busy) == (1, ["r"], True)
-    ce.hear(sent=(), received=["r"], tokens={})
+    ce.hear(sent=(), received=["r"], news=ForScheduler())
     assert not ce.busy
     # One that had not begun to load is nobody's business.
     other = request("s", 40, LOAD)
     ce.on_new_request(other)
     assert ce.finished(end(other, "FINISHED_ABORTED"), [[]]) == (False, None)
     assert step(ce).cancelled == []
+
+
+def test_blocks_of_a_lost_load_are_kept_until_they_are_quiet() -> None:
+    """vLLM lets them go when it hears of the failure, whether it ends the request or computes it elsewhere."""
+    ce = side("kv_consumer")
+    ce.keeper = keeper = Keeper()
+    asked = request("r", 40, LOAD)
+    ce.external_tokens(asked, 0)
+    ce.after_alloc(asked, [[5, 8, 9]], 39)
+    # Aborted in the very step in which its failure was reported.
+    assert ce.finished(end(asked, "FINISHED_ABORTED"), [[5, 8, 9]]) == (False, None)
+    ce.hear(sent=(), received=["r"], news=ForScheduler(held={"t/0": [5, 8, 9], "t/1": [5, 8, 9]}))
+    assert list(keeper.kept) == ["t/0", "t/1"]
+    assert ce.busy
+    assert step(ce).idle
+    ce.hear(sent=(), received=(), news=ForScheduler(quiet={"t/1", "unknown"}))
+    assert list(keeper.kept) == ["t/0"]
+    ce.hear(sent=(), received=(), news=ForScheduler(quiet={"t/0"}))
+    assert (keeper.kept, ce.busy) == ({}, False)
+    # Told in one step.
+    ce.hear(sent=(), received=(), news=ForScheduler(held={"u/0": [1]}, quiet={"u/0"}))
+    assert (keeper.kept, ce.busy) == ({}, False)
+    ce.keeper = None
+    with pytest.raises(RuntimeError, match="cannot hold"):
+        ce.hear(sent=(), received=(), news=ForScheduler(held={"v/0": [1]}))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_placeholder_is_never_computed(known: bool) -> None:
+    """vLLM asks again for a request whose load failed, to compute it."""
+    ce = side("kv_consumer", recompute=True)
+    asked = request("r", 33, LOAD | {"first_token": "handoff"})
+    ce.external_tokens(asked, 0)
+    ce.after_alloc(asked, [[5, 8]], 32)
+    ce.hear(sent=(), received=["r"], news=ForScheduler(tokens={"r": 7} if known else {}))
+    assert ce.external_tokens(asked, 0) == ((0, False) if known else (None, False))
+    assert asked.status.name == ("RUNNING" if known else "TO_FAIL")
+    assert asked.prompt_token_ids[-1] == (7 if known else 32)
 
 
 @pytest.mark.parametrize(

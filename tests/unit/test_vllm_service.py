@@ -74,3 +74,20 @@ def test_what_is_asked_of_a_thread_that_has_failed_is_answered(
     assert "for this test" in caplog.text
     side.close()
     assert not made.alive
+
+
+def test_a_step_without_a_forward_pass_waits_for_news(tmp_path: Path) -> None:
+    """GPU runners call nothing behind a forward pass that there is none of; the core would spin on its reports."""
+    made = service("kv_consumer", tmp_path)
+    side = WorkerSide()
+    side.start(made)
+    begun = time.monotonic()
+    for _ in range(20):
+        side.before_forward(StepFacts(idle=True))
+        side.outcome()
+    assert time.monotonic() - begun > 20 * 0.001
+    # What there is to tell is told at once.
+    load = Load("r", os.urandom(16), ("127.0.0.1", 10), 0, 16, [1])
+    side.before_forward(StepFacts(loads=[load], idle=True))
+    assert outcomes(side, lambda one: bool(one.received)).failed == {"r"}
+    side.close()

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kit.vllm_pair import free_port, ticket
@@ -128,9 +131,7 @@ def test_a_prefill_engine_that_is_killed_and_started_again(pair: Router, vocabul
     pair.ce.wait_idle()
     # The completion engine goes on, and has the link again as soon as there is somebody at the other end.
     assert "choices" in pair.ce.complete(prompt[:50], 5)
-    log = pair.pe.log
-    model = Path(pair.pe.process.args[pair.pe.process.args.index("--model") + 1])  # type: ignore[union-attr, index, arg-type]
-    pair.pe = VllmServer(model, log.parent, "pe-again", {"kv_port": pair.kv_port})
+    pair.pe = VllmServer(pair.pe.model, pair.pe.log.parent, "pe-again", {"kv_port": pair.kv_port})
     pair.pe.wait_ready()
     time.sleep(6)  # The longest pause between two attempts.
     split = pair.at_once(prompt[:300], 8)
@@ -139,18 +140,106 @@ def test_a_prefill_engine_that_is_killed_and_started_again(pair: Router, vocabul
         server.wait_idle()
 
 
-def test_failed_loads_are_recomputed_where_vllm_is_told_to(vllm_model: Path, tmp_path: Path) -> None:
-    """And never with a placeholder in them."""
-    ce = VllmServer(vllm_model, tmp_path, "ce", {"peers": [f"127.0.0.1:{free_port()}"]}, policy="recompute")
-    try:
-        ce.wait_ready()
-        router = Router(ce, ce, 9)
-        prompt = random_prompt(ce.tokens(WORDS), 300, seed=1)
-        params = router.into(ticket())
-        plain = {name: value for name, value in params.items() if name != "first_token"}
-        assert text_of(ce.complete(prompt, 8, plain)) == text_of(ce.complete(prompt, 8))
-        ce.begin_and_leave([*prompt, 1], params, 3.0)
-        ce.wait_idle()
-        assert "waits until it is aborted" in ce.log.read_text()
-    finally:
-        ce.stop()
+def test_many_requests_and_clients_that_leave(pair: Router, vocabulary: list[int]) -> None:
+    """Two hundred, eight at any moment, every fifth client of either side leaves in some phase."""
+    draw = random.Random(7)
+    lengths = [draw.randint(1, 500) for _ in range(200)]
+    ways = list(pair.ways.values())
+
+    def ask(number: int) -> str:
+        prompt = random_prompt(vocabulary, lengths[number], seed=50_000 + number)
+        if number % 5:
+            return ways[number % 2](prompt, 6)
+        name, after_s = ticket(), number % 50 / 25
+        if number % 2:
+            pair.ce.begin_and_leave([*prompt, 1], pair.into(name), after_s)
+        else:
+            pair.pe.begin_and_leave(prompt, pair.out(name), after_s)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        split = list(pool.map(ask, range(200)))
+    assert "error" not in " ".join(split)
+    for number in range(1, 200, 13):
+        if number % 5:
+            prompt = random_prompt(vocabulary, lengths[number], seed=50_000 + number)
+            assert split[number] == text_of(pair.pe.complete(prompt, 6))
+    for server in (pair.pe, pair.ce):
+        server.wait_idle(60)
+
+
+def test_a_prefill_engine_that_is_frozen(pair: Router, vocabulary: list[int]) -> None:
+    """Its process may write on when it thaws: the request is over at once, the blocks are nobody's until then."""
+    prompt = random_prompt(vocabulary, 1500, seed=9)
+    with frozen_while_it_pushes(pair, prompt) as name:
+        began = time.monotonic()
+        assert name.result(60) == {"error": 500}
+        assert time.monotonic() - began < 30
+        assert pair.ce.busy().keys() == {"vllm:kv_cache_usage_perc"}
+        # The others go on, in other blocks.
+        assert "choices" in pair.ce.complete(prompt[:200], 5)
+    for server in (pair.ce, pair.pe):
+        server.wait_idle(60)
+    assert pair.at_once(prompt, 5) == text_of(pair.pe.complete(prompt, 5))
+
+
+@contextlib.contextmanager
+def frozen_while_it_pushes(
+    pair: Router, prompt: list[int], *, plain: bool = False
+) -> Iterator[concurrent.futures.Future[dict[str, Any]]]:
+    """The prefill engine stands still in the middle of a prompt; what the completion engine answers."""
+    name, params = ticket(), pair.into(ticket())
+    params |= {"ticket": name}
+    tokens = [*prompt, 1]
+    if plain:
+        del params["first_token"]
+        tokens = prompt
+
+    def prefill() -> None:
+        # It may be done before it stands still, or be cut off.
+        with contextlib.suppress(httpx.HTTPError):
+            pair.pe.complete(prompt, 1, pair.out(name))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(pair.ce.complete, tokens, 8, params)
+        pool.submit(prefill)
+        time.sleep(0.7)
+        pair.pe.freeze()
+        try:
+            yield answer
+        finally:
+            pair.pe.thaw()
+
+
+def test_failed_loads_are_recomputed_where_vllm_is_told_to(pair: Router, vocabulary: list[int]) -> None:
+    """And never with a placeholder in them. A new completion engine takes the place of the old one."""
+    pair.ce.stop()
+    pair.ce = VllmServer(
+        pair.pe.model,
+        pair.pe.log.parent,
+        "ce-again",
+        {"peers": [f"127.0.0.1:{pair.kv_port}", f"127.0.0.1:{(nobody := free_port())}"]},
+        policy="recompute",
+    )
+    pair.ce.wait_ready()
+    prompt = random_prompt(vocabulary, 300, seed=1)
+    params = pair.into(ticket()) | {"remote_port": nobody}
+    plain = {name: value for name, value in params.items() if name != "first_token"}
+    assert text_of(pair.ce.complete(prompt, 8, plain)) == text_of(pair.pe.complete(prompt, 8))
+    began = time.monotonic()
+    assert pair.ce.complete([*prompt, 1], 8, params) == {"error": 500}
+    assert time.monotonic() - began < 20
+    pair.ce.wait_idle()
+    assert pair.at_once(prompt, 8) == text_of(pair.pe.complete(prompt, 8))
+    # While somebody may still write into the blocks of the first attempt, it is computed in others.
+    for seed in (21, 22):
+        prompt = random_prompt(vocabulary, 1500, seed=seed)
+        with frozen_while_it_pushes(pair, prompt, plain=seed == 21) as answer:
+            found = answer.result(60)
+            assert pair.ce.busy().keys() == {"vllm:kv_cache_usage_perc"}
+        if seed == 21:
+            assert text_of(found) == text_of(pair.pe.complete(prompt, 8))
+        else:
+            assert found == {"error": 500}
+        for server in (pair.ce, pair.pe):
+            server.wait_idle(60)

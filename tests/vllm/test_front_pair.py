@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import openai
 import pytest
 
 from kit.cluster import Server, serving, wait_until
-from kit.vllm_roles import CASES, Case, answer_of, vllm_role
+from kit.vllm_roles import CASES, STUCK_S, Case, answer_of, engine_core, vllm_role
 
 pytest.importorskip(
     "vllm.sampling_params", reason="vLLM is not installed (scripts/test_vllm makes an environment)"
@@ -179,6 +180,90 @@ def test_a_frozen_prefill_engine(pair: Pair, single: dict[str, Any]) -> None:
     wait_until(lambda: pair.trouble() == "", 60, "the link is up again", pair.pe, pair.ce)
     assert answer_of(pair.ce.url, CASES[0])[1] == "remote"
     pair.check_idle()
+
+
+def test_a_completion_engine_whose_core_hangs(pair: Pair, single: dict[str, Any]) -> None:
+    """The server in front of it lives: streams end with an error, and others get a 503, until it goes on."""
+    core = engine_core(pair.ce)
+    body = {
+        "model": "m",
+        "prompt": "Count: 1, 2, 3,",
+        "max_tokens": 400,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with (
+        httpx.Client(base_url=pair.ce.url, timeout=STUCK_S + 30, trust_env=False) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+    ):
+        events = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(events)
+        core.suspend()
+        try:
+            waits = pool.submit(client.post, "/v1/completions", json=body)
+            last = json.loads(list(events)[-1].removeprefix("data: "))
+            assert "has not finished a step" in last["error"]["message"]
+            assert waits.result().status_code == 503
+            assert "has not finished a step" in waits.result().json()["error"]["message"]
+            began = time.monotonic()
+            refused = client.post("/v1/completions", json=body)
+            assert (refused.status_code, time.monotonic() - began < 5) == (503, True)
+            assert "retry-after" in refused.headers
+            assert client.get("/ready").status_code == 503
+        finally:
+            core.resume()
+    pair.ce.wait_ready(30)
+    case = next(case for case in CASES if case.name == "completion")
+    wait_until(lambda: pair.trouble() == "", 60, "the link is up", pair.pe, pair.ce)
+    assert answer_of(pair.ce.url, case) == (single[case.name], "remote")
+    pair.check_idle()
+
+
+def test_a_prefill_engine_whose_core_hangs(pair: Pair, single: dict[str, Any]) -> None:
+    """Its front and its links live. Everybody is answered all the same, and soon nobody goes there any more."""
+    names = ("chat of several blocks", "one token", "two tokens", "streamed completion", "token ids")
+    cases = [case for case in CASES if case.name in names]
+    core = engine_core(pair.pe)
+    core.suspend()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+            found = list(pool.map(lambda case: answer_of(pair.ce.url, case), cases))
+        for case, (answer, route) in zip(cases, found, strict=True):
+            assert (case.name, _texts(answer), route) == (case.name, _texts(single[case.name]), "local")
+        wait_until(
+            lambda: "has not finished a step" in pair.trouble(), STUCK_S + 10, "it is found out", pair.ce
+        )
+        assert pair.pe.http.get("/ready").status_code == 503
+        began = time.monotonic()
+        assert answer_of(pair.ce.url, CASES[0])[1] == "local"
+        assert time.monotonic() - began < STUCK_S / 2
+    finally:
+        core.resume()
+    wait_until(lambda: pair.trouble() == "", 60, "it can be used again", pair.pe, pair.ce)
+    assert answer_of(pair.ce.url, CASES[0])[1] == "remote"
+    pair.check_idle()
+
+
+def test_two_hundred_requests(pair: Pair, single: dict[str, Any]) -> None:
+    """Eight at any moment, every fourth client leaves; no answer differs, and nothing is held afterwards."""
+    cases = [case for case in CASES if case.route == "remote" and not case.body.get("logprobs")]
+
+    def ask(number: int) -> None:
+        case = cases[number % len(cases)]
+        if number % 4 == 3:
+            with contextlib.suppress(httpx.TimeoutException), httpx.Client(trust_env=False) as client:
+                after_s = 0.05 + number % 40 / 20
+                client.post(f"{pair.ce.url}{case.path}", json=case.body, timeout=httpx.Timeout(after_s))
+            return
+        answer, _ = answer_of(pair.ce.url, case)
+        assert (case.name, _texts(answer)) == (case.name, _texts(single[case.name]))
+
+    before = pair.prefills("remote")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(200)))
+    pair.check_idle()
+    assert pair.prefills("remote") - before > 100
 
 
 def test_a_lost_prefill_engine(pair: Pair, single: dict[str, Any]) -> None:

@@ -22,9 +22,11 @@ constexpr unsigned kThreads = 1024;
 
 CudaScope::CudaScope(const CudaDevice& device) : driver_(device.driver()) {
   driver_.check(driver_.context_push(device.context()), "cuCtxPushCurrent");
+  (void)driver_.capture_mode(&capture_mode_);
 }
 
 CudaScope::~CudaScope() {
+  (void)driver_.capture_mode(&capture_mode_);
   CuContext popped;
   (void)driver_.context_pop(&popped);
 }

@@ -18,7 +18,8 @@ namespace kvrail {
 
 class CudaDevice;
 
-// The device's context is current on this thread while it lives.
+// The device's context is current on this thread while it lives, and calls of this thread neither fail because another
+// thread captures a CUDA graph nor spoil that graph: the engine in our process may capture while we set up a link.
 class CudaScope {
  public:
   explicit CudaScope(const CudaDevice& device);
@@ -28,6 +29,7 @@ class CudaScope {
 
  private:
   const CudaDriver& driver_;
+  int capture_mode_ = kCaptureRelaxed;
 };
 
 // A stream that the default stream neither waits for nor makes wait.

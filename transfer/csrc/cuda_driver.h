@@ -24,6 +24,8 @@ struct CuIpcHandle {
 };
 
 inline constexpr int kCudaSuccess = 0, kCudaOutOfMemory = 2, kCudaNotReady = 600;
+// Of this thread: its calls have nothing to do with captures on other threads.
+inline constexpr int kCaptureRelaxed = 2;
 
 // A call that failed. `status` is the driver's name for the reason, or NO_DRIVER.
 class CudaError : public std::runtime_error {
@@ -54,6 +56,7 @@ class CudaError : public std::runtime_error {
   X(context_set, cuCtxSetCurrent, CuContext)                                                                      \
   X(context_push, cuCtxPushCurrent_v2, CuContext)                                                                 \
   X(context_pop, cuCtxPopCurrent_v2, CuContext*)                                                                  \
+  X(capture_mode, cuThreadExchangeStreamCaptureMode, int*)                                                        \
   X(priority_range, cuCtxGetStreamPriorityRange, int*, int*)                                                      \
   X(memory_info, cuMemGetInfo_v2, std::size_t*, std::size_t*)                                                     \
   X(allocate, cuMemAlloc_v2, CuAddress*, std::size_t)                                                             \

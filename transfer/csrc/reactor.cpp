@@ -153,6 +153,9 @@ void Reactor::run() {
     // Before the first call of UCX: without a current context it takes cuda_ipc for unreachable when it unpacks a key,
     // and crashes when a worker is armed. It was current for a moment in the constructor, so this works.
     (void)cuda_->driver().context_set(cuda_->context());
+    // For good, as UCX calls the driver on this thread as well (see CudaScope).
+    int mode = kCaptureRelaxed;
+    (void)cuda_->driver().capture_mode(&mode);
     // The naps between two looks at the GPU are shorter than the slack that timers have by default.
     prctl(PR_SET_TIMERSLACK, 1000UL);
   }
