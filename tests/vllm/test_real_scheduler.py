@@ -35,7 +35,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kit.tiny_model import write_model_folder
-from kvrail.runtime.vllm.connector import FirstTokens
+from kvrail.runtime.vllm import versions
+from kvrail.runtime.vllm.connector import WorkerNews
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -198,7 +199,7 @@ def test_the_consumer_goes_on_behind_the_first_token(
     step = engine.schedule()
     assert not step.num_scheduled_tokens
     assert step.kv_connector_metadata.idle
-    engine.answer(step, finished_recving={"b"}, kv_connector_worker_meta=FirstTokens({"b": 777}))
+    engine.answer(step, finished_recving={"b"}, kv_connector_worker_meta=WorkerNews({"b": 777}))
     step = engine.schedule()
     assert step.num_scheduled_tokens == {"b": 1}
     (new,) = step.scheduled_new_reqs
@@ -222,9 +223,9 @@ def test_the_consumer_goes_on_behind_the_first_token(
     assert engine.free() == before
 
 
-def test_a_load_that_failed_ends_its_request(model: Path, tmp_path: Path, kind: type[Scheduler]) -> None:
-    from kvrail.runtime.vllm import versions
-
+def test_a_load_that_failed_ends_its_request_and_its_blocks_wait_for_the_writer(
+    model: Path, tmp_path: Path, kind: type[Scheduler]
+) -> None:
     engine = Engine(model, "kv_consumer", tmp_path, kind)
     before = engine.free()
     params = {"do_remote_prefill": True, "ticket": TICKET, "remote_host": "127.0.0.1", "remote_port": 14579}
@@ -233,13 +234,16 @@ def test_a_load_that_failed_ends_its_request(model: Path, tmp_path: Path, kind: 
     blocks = engine.blocks("d")
     engine.answer(step)
     step = engine.schedule()
-    failed: dict[str, Any] = {"invalid_block_ids": set(blocks[:4])}
+    told: dict[str, Any] = {"invalid_block_ids": set(blocks), "finished_recving": {"d"}}
     if versions.tells_failed_requests():
-        failed["failed_recving"] = {"d"}
-    (output,) = engine.answer(step, **failed)
+        told["failed_recving"] = {"d"}
+    (output,) = engine.answer(step, **told, kv_connector_worker_meta=WorkerNews(held={"d/0": blocks}))
     assert str(output.finish_reason) == "error"
-    # Its blocks come back when nobody writes into them any more.
-    assert engine.free() < before
+    assert not engine.scheduler.has_unfinished_requests()
+    # Nobody is given them, and the core goes on asking, until nobody can write into them any more.
+    assert engine.free() == before - len(blocks)
+    assert engine.scheduler.has_requests()
     step = engine.schedule()
-    engine.answer(step, finished_recving={"d"})
+    assert step.kv_connector_metadata.idle
+    engine.answer(step, kv_connector_worker_meta=WorkerNews(quiet={"d/0"}))
     assert engine.free() == before

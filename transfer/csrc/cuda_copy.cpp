@@ -32,7 +32,10 @@ CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device)
   static_assert(kPlaceBytes == 2 * kSliceUnits * sizeof(std::uint32_t));
 }
 
-CudaCopier::~CudaCopier() { (void)device_->driver().stream_synchronize(stream_.handle()); }
+CudaCopier::~CudaCopier() {
+  CaptureExempt exempt(device_->driver());
+  (void)device_->driver().stream_synchronize(stream_.handle());
+}
 
 const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::shared_ptr<Batch>& batch) {
   GpuSlice slice;

@@ -20,15 +20,16 @@ constexpr unsigned kThreads = 1024;
 
 }  // namespace
 
-CudaScope::CudaScope(const CudaDevice& device) : driver_(device.driver()) {
+CudaScope::CudaScope(const CudaDevice& device) : driver_(device.driver()), exempt_(driver_) {
   driver_.check(driver_.context_push(device.context()), "cuCtxPushCurrent");
-  (void)driver_.capture_mode(&capture_mode_);
 }
 
+CudaScope::CudaScope(const CudaDevice& device, std::nothrow_t) noexcept
+    : driver_(device.driver()), exempt_(driver_), entered_(driver_.context_push(device.context()) == kCudaSuccess) {}
+
 CudaScope::~CudaScope() {
-  (void)driver_.capture_mode(&capture_mode_);
   CuContext popped;
-  (void)driver_.context_pop(&popped);
+  if (entered_) (void)driver_.context_pop(&popped);
 }
 
 CudaStream::CudaStream(const CudaDevice& device, Priority priority) : device_(device) {
@@ -43,10 +44,13 @@ CudaStream::CudaStream(const CudaDevice& device, Priority priority) : device_(de
 // Errors at the end of life are those of the device's last work, which was told where it was waited for; at the end of
 // the process the driver may be gone already.
 CudaStream::~CudaStream() {
-  if (handle_ != nullptr) (void)device_.driver().stream_destroy(handle_);
+  if (handle_ == nullptr) return;
+  CaptureExempt exempt(device_.driver());
+  (void)device_.driver().stream_destroy(handle_);
 }
 
 void CudaStream::wait() const {
+  CaptureExempt exempt(device_.driver());
   device_.driver().check(device_.driver().stream_synchronize(handle_), "the GPU's work");
 }
 
@@ -56,7 +60,9 @@ CudaEvent::CudaEvent(const CudaDevice& device, bool timed) : device_(device) {
 }
 
 CudaEvent::~CudaEvent() {
-  if (handle_ != nullptr) (void)device_.driver().event_destroy(handle_);
+  if (handle_ == nullptr) return;
+  CaptureExempt exempt(device_.driver());
+  (void)device_.driver().event_destroy(handle_);
 }
 
 void CudaEvent::record(CuStream stream) {
@@ -64,13 +70,17 @@ void CudaEvent::record(CuStream stream) {
 }
 
 bool CudaEvent::done() const {
+  CaptureExempt exempt(device_.driver());
   int result = device_.driver().event_query(handle_);
   if (result == kCudaNotReady) return false;
   device_.driver().check(result, "the GPU's work");
   return true;
 }
 
-void CudaEvent::wait() const { device_.driver().check(device_.driver().event_synchronize(handle_), "the GPU's work"); }
+void CudaEvent::wait() const {
+  CaptureExempt exempt(device_.driver());
+  device_.driver().check(device_.driver().event_synchronize(handle_), "the GPU's work");
+}
 
 CudaDevice::CudaDevice(int ordinal) : driver_(CudaDriver::get()), ordinal_(ordinal) {
   int count = 0;
@@ -97,10 +107,9 @@ CudaDevice::CudaDevice(int ordinal) : driver_(CudaDriver::get()), ordinal_(ordin
 }
 
 CudaDevice::~CudaDevice() {
-  if (module_ != nullptr && driver_.context_push(context_) == kCudaSuccess) {
-    CuContext popped;
-    (void)driver_.module_unload(module_);
-    (void)driver_.context_pop(&popped);
+  if (module_ != nullptr) {
+    CudaScope scope(*this, std::nothrow);
+    if (scope.entered()) (void)driver_.module_unload(module_);
   }
   if (context_ != nullptr) (void)driver_.context_release(handle_);
 }
@@ -219,11 +228,9 @@ void CudaDevice::close_peer(const std::string& handle) {
   if (found == imported_.end() || --found->second.users > 0) return;
   CuAddress address = found->second.address;
   imported_.erase(found);
-  if (driver_.context_push(context_) != kCudaSuccess) return;
+  CudaScope scope(*this, std::nothrow);
   // Of a peer that is gone as well: our mapping outlives it.
-  CuContext popped;
-  (void)driver_.ipc_close(address);
-  (void)driver_.context_pop(&popped);
+  if (scope.entered()) (void)driver_.ipc_close(address);
 }
 
 }  // namespace kvrail

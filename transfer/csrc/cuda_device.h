@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <utility>
@@ -18,18 +19,37 @@ namespace kvrail {
 
 class CudaDevice;
 
-// The device's context is current on this thread while it lives, and calls of this thread neither fail because another
-// thread captures a CUDA graph nor spoil that graph: the engine in our process may capture while we set up a link.
+// While it lives, calls of this thread neither fail because another thread captures a CUDA graph nor spoil that graph:
+// the engine in our process may capture while we set up a link.
+class CaptureExempt {
+ public:
+  explicit CaptureExempt(const CudaDriver& driver) : driver_(driver) { (void)driver_.capture_mode(&mode_); }
+  ~CaptureExempt() { (void)driver_.capture_mode(&mode_); }
+  CaptureExempt(const CaptureExempt&) = delete;
+  CaptureExempt& operator=(const CaptureExempt&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  // Ours at first, then the one that was there before.
+  int mode_ = kCaptureRelaxed;
+};
+
+// The device's context is current on this thread while it lives, and the thread is exempt from captures.
 class CudaScope {
  public:
   explicit CudaScope(const CudaDevice& device);
+  // For destructors: where the driver is gone already, `entered` is false.
+  CudaScope(const CudaDevice& device, std::nothrow_t) noexcept;
   ~CudaScope();
   CudaScope(const CudaScope&) = delete;
   CudaScope& operator=(const CudaScope&) = delete;
 
+  bool entered() const { return entered_; }
+
  private:
   const CudaDriver& driver_;
-  int capture_mode_ = kCaptureRelaxed;
+  CaptureExempt exempt_;
+  bool entered_ = true;
 };
 
 // A stream that the default stream neither waits for nor makes wait.

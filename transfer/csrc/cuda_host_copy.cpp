@@ -36,7 +36,10 @@ HostCopies::HostCopies(std::shared_ptr<CudaDevice> device, bool to_host)
   for (std::size_t i = 0; i < kPlaces; ++i) used_.emplace_back(*device_);
 }
 
-HostCopies::~HostCopies() { (void)device_->driver().stream_synchronize(stream_.handle()); }
+HostCopies::~HostCopies() {
+  CaptureExempt exempt(device_->driver());
+  (void)device_->driver().stream_synchronize(stream_.handle());
+}
 
 void HostCopies::wait() { stream_.wait(); }
 

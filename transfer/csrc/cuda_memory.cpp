@@ -48,10 +48,9 @@ DeviceMemory::DeviceMemory(std::shared_ptr<CudaDevice> device, std::uint64_t nby
 }
 
 void DeviceMemory::close() {
-  if (address_ == 0 || device_->driver().context_push(device_->context()) != kCudaSuccess) return;
-  CuContext popped;
-  (void)device_->driver().free(std::exchange(address_, 0));
-  (void)device_->driver().context_pop(&popped);
+  if (address_ == 0) return;
+  CudaScope scope(*device_, std::nothrow);
+  if (scope.entered()) (void)device_->driver().free(std::exchange(address_, 0));
 }
 
 std::string DeviceMemory::ipc_handle() const {
@@ -114,13 +113,13 @@ PinnedMemory::PinnedMemory(std::shared_ptr<CudaDevice> device, std::uint64_t add
 }
 
 void PinnedMemory::close() {
-  if (chunks_.empty() || device_->driver().context_push(device_->context()) != kCudaSuccess) return;
+  if (chunks_.empty()) return;
+  CudaScope scope(*device_, std::nothrow);
+  if (!scope.entered()) return;
   for (std::uint64_t chunk : std::exchange(chunks_, {})) {
     device_->remove_pinned(chunk);
     (void)device_->driver().host_unregister(reinterpret_cast<void*>(chunk));
   }
-  CuContext popped;
-  (void)device_->driver().context_pop(&popped);
 }
 
 PeerMemory::PeerMemory(std::shared_ptr<CudaDevice> device, std::string handle, std::uint64_t offset,

@@ -20,10 +20,8 @@ class HostScratch {
     }
   }
   ~HostScratch() {
-    if (device_.driver().context_push(device_.context()) != kCudaSuccess) return;
-    CuContext popped;
-    (void)device_.driver().host_free(data_);
-    (void)device_.driver().context_pop(&popped);
+    CudaScope scope(device_, std::nothrow);
+    if (scope.entered()) (void)device_.driver().host_free(data_);
   }
   HostScratch(const HostScratch&) = delete;
   HostScratch& operator=(const HostScratch&) = delete;
@@ -53,10 +51,8 @@ class DeviceScratch {
     driver.fail(result, "cuMemsetD8Async", {});
   }
   ~DeviceScratch() {
-    if (device_.driver().context_push(device_.context()) != kCudaSuccess) return;
-    CuContext popped;
-    (void)device_.driver().free(address_);
-    (void)device_.driver().context_pop(&popped);
+    CudaScope scope(device_, std::nothrow);
+    if (scope.entered()) (void)device_.driver().free(address_);
   }
   DeviceScratch(const DeviceScratch&) = delete;
   DeviceScratch& operator=(const DeviceScratch&) = delete;
