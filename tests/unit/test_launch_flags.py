@@ -7,6 +7,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -230,12 +231,23 @@ def test_compiled_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatc
         ({"dp": 2, "kv_memory_gb": 900000.0}, "--kv-memory-gb 900000 for each of --dp 2: this machine has "),
         # Of a net for documentation: no machine has it.
         ({"token_file": "t", "kv_host": "198.51.100.7"}, "--kv-host 198.51.100.7: no network interface"),
+        ({"token_file": "t", "kv_host": "no..host"}, "--kv-host no..host: "),
     ],
 )
 def test_what_this_machine_lacks(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_machine(LaunchConfig(role="pe", model="m", **asked))
     assert said in str(refusal.value)
+
+
+def test_a_host_with_an_address_of_a_kind_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` has ::1 where there is no IPv6."""
+    lacking, there = socket.AF_DECnet, socket.AF_INET
+    with pytest.raises(OSError, match="family"), socket.socket(lacking, socket.SOCK_STREAM):
+        pass
+    found = [(family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0)) for family in (lacking, there)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    check_machine(LaunchConfig(**GOOD, kv_host="localhost"))
 
 
 @pytest.mark.parametrize(
