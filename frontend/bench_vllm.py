@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pair of vLLM engines that kvrail splits, against the same with vLLM's own NIXL connector: same vLLM, same prompts.
 
-Starts both pairs on this host's CPU and lets them take turns, request by request, so that both meet the same machine.
-Needs vLLM, and `pip install nixl`.
+The pairs take turns on this host's CPU, one there at a time: NIXL's progress threads never sleep, and whoever stood
+beside them would have fewer cores. Needs vLLM, and `pip install nixl`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,11 +27,10 @@ import httpx
 import typer
 from rich.console import Console
 
-from kvrail.frontend.bench_serve import measure
 from kvrail.frontend.launched import Launched, LaunchFailed, free_port
-from kvrail.frontend.load.arrivals import Load
+from kvrail.frontend.load.arrivals import Load, run_load
 from kvrail.frontend.load.prompts import Prompts
-from kvrail.frontend.load.report import compare, comparison_table, table
+from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
 from kvrail.frontend.refusing import refuse
 from kvrail.runtime.bound import bound_command
@@ -80,7 +80,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Engines:
-    """What all four engines are given; `vllm`: in vLLM's own words."""
+    """What all engines are given; `vllm`: in vLLM's own words."""
 
     model: str
     dtype: str
@@ -145,6 +145,41 @@ def _wait_linked(url: str, deadline: float) -> None:
     raise LaunchFailed(f"no link: {engines}")
 
 
+def _start(stack: contextlib.ExitStack, who: str, engines: _Engines, logs: Path) -> str:
+    """Start a pair, and return its URL when it serves."""
+    deadline = time.monotonic() + _START_S
+    if who == "kvrail":
+        url, roles = _kvrail(stack, engines, logs)
+        for role in roles:
+            role.wait_ready(deadline)
+        _wait_linked(url, deadline)
+        return url
+    url, waits = _nixl(stack, who, engines, logs)
+    for server, asked in waits:
+        server.wait_ready(asked, deadline)
+    return url
+
+
+def _turn(
+    who: str, number: int, engines: _Engines, loads: list[Load], cells: list[Cell], say: Console
+) -> None:
+    """Start a pair, load it, stop it."""
+    prompts = Prompts(_NAME, (300, 2000), 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench_vllm") as folder,
+        contextlib.ExitStack() as stack,
+        say.status(f"turn {number + 1}, {who}: starting") as status,
+    ):
+        target = Target(_start(stack, who, engines, Path(folder)))
+        for at, (load, cell) in enumerate(zip(loads, cells, strict=True)):
+            status.update(f"turn {number + 1}, {who}: {cell.name}")
+            first = 1_000_000 * (1 + number * len(loads) + at)
+            # What a server does once only (compiling, growing) is not what is measured.
+            warm_up = Load(load.tokens_in, min(load.tokens_out, 16), requests=1)
+            asyncio.run(run_load(warm_up, target, prompts, first + 999_000))
+            cell.add(asyncio.run(run_load(load, target, prompts, first)))
+
+
 def main(
     model: Annotated[str, typer.Option(help="folder of a model")],
     against: Annotated[str, typer.Option(help="nixl or nixl-push")] = "nixl",
@@ -152,7 +187,8 @@ def main(
         str, typer.Option("--in", help="tokens of a prompt; several: a load each")
     ] = "128,700,1500",
     tokens_out: Annotated[int, typer.Option("--out", min=2, help="tokens of an answer")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="requests of each length and pair")] = 15,
+    requests: Annotated[int, typer.Option(min=1, help="requests of each length, pair and turn")] = 10,
+    turns: Annotated[int, typer.Option(min=1, help="how often each pair is started")] = 2,
     dtype: Annotated[str, typer.Option(help="number type of all engines")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="of all engines")] = 2048,
     vllm_args: Annotated[
@@ -172,25 +208,22 @@ def main(
         raise typer.BadParameter(f"--in {tokens_in}: token counts such as 128,700") from None
     engines = _Engines(model, dtype, max_model_len, vllm_args.split())
     began, started = datetime.now(UTC), time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="bench_vllm") as folder, contextlib.ExitStack() as stack:
-        try:
-            deadline = time.monotonic() + _START_S
-            ours, roles = _kvrail(stack, engines, Path(folder))
-            for role in roles:
-                role.wait_ready(deadline)
-            _wait_linked(ours, deadline)
-            theirs, waits = _nixl(stack, against, engines, Path(folder))
-            for server, url in waits:
-                server.wait_ready(url, deadline)
-        except LaunchFailed as error:
-            refuse("bench_vllm", str(error))
-        targets = [Target(theirs), Target(ours)]
-        loads = [Load(length, tokens_out, concurrency=1, requests=1) for length in lengths]
-        prompts = {target.url: Prompts(_NAME, (300, 2000), 0) for target in targets}
-        records = measure(loads, targets, prompts, rounds=requests, warm_up=True, say=say)
-    names = {theirs: against, ours: "kvrail"}
-    for record in records:
-        record["url"] = names[record["url"]]
+    loads = [Load(length, tokens_out, concurrency=1, requests=requests) for length in lengths]
+    cells = {
+        who: [
+            Cell(who, f"{load.tokens_in} in, {load.tokens_out} out", {"in": load.tokens_in, "turns": turns})
+            for load in loads
+        ]
+        for who in (against, "kvrail")
+    }
+    try:
+        for number in range(turns):
+            # Who begins changes, so that neither always comes second.
+            for who in list(cells) if number % 2 == 0 else reversed(cells):
+                _turn(who, number, engines, loads, cells[who], say)
+    except LaunchFailed as error:
+        refuse("bench_vllm", str(error))
+    records = [cell.record() for both in zip(*cells.values(), strict=True) for cell in both]
     say.print(table(records))
     entries = compare(records)
     say.print(comparison_table(entries))
