@@ -95,6 +95,14 @@ class Dispatcher:
         if peers is not None:
             peers.subscribe(admission.wake)
 
+    def check_room(self, api: str) -> None:
+        """Raise what `run` is sure to raise now, whatever the job is: to be asked before anything is spent on one."""
+        try:
+            self._admission.check()
+        except RuntimeFault as fault:
+            self._metrics.requests.labels(api, "none", f"http_{fault.status}").inc()
+            raise
+
     async def run(self, job: Job) -> AsyncGenerator[Output, None]:
         """The outputs of `job`; the last one has a finish reason. Close it to give the job up.
 

@@ -37,6 +37,8 @@ __all__ = [
 _access = logging.getLogger("kvrail.access")
 # What a client's own request id may look like; others are ignored, as the id goes into logs and headers.
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# A client that sends nothing more of its body for so long keeps nobody else out.
+_BODY_WITHIN_S = 30.0
 # Asked all the time by machines: they are worth a line only when they fail.
 _WATCHED = ("/health", "/ready", "/metrics", "/lanes", "/ranks", "/vllm/card", "/favicon.ico")
 _KINDS = {
@@ -210,13 +212,19 @@ class Envelope:
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         size = 0
         status = 0
+        whole = False
 
         async def bounded() -> Message:
-            nonlocal size
+            nonlocal size, whole
             # At once, when it says itself that it is too large.
             if length.isdigit() and int(length) > self._limit:
                 raise _too_large(self._limit)
-            message = await receive()
+            try:
+                async with asyncio.timeout(None if whole else _BODY_WITHIN_S):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"nothing more of the body came for {_BODY_WITHIN_S:g} s") from None
+            whole = whole or not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self._limit:
                 raise _too_large(self._limit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes for clients: the key, and what kind of body comes, are looked at before the body is read."""
+"""Routes for clients: the key, the kind of the body and whether there is room are looked at before it is read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ _MOST_MARKS = 1_000_000
 _LONG_BODY = 32_768
 
 
-def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute]:
-    """The class of routes that need one of `keys`. `ignore_unknown`: fields that are not known are left out."""
+def keyed_route(
+    keys: ApiKeys, *, ignore_unknown: bool = False, check_room: Callable[[str], None] | None = None
+) -> type[APIRoute]:
+    """The class of routes that need one of `keys`. `ignore_unknown`: fields that are not known are left out.
+
+    `check_room` is given the path of each POST, and may refuse it before its body is read.
+    """
 
     class KeyedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -47,6 +52,8 @@ def keyed_route(keys: ApiKeys, *, ignore_unknown: bool = False) -> type[APIRoute
                 if request.method == "POST" and kind != "application/json":
                     raise HTTPException(415, "the body must be JSON: Content-Type: application/json")
                 if request.method == "POST":
+                    if check_room is not None:
+                        check_room(request.url.path)
                     request = _Lenient(request, known, told) if known else _Json(request)
                 return await handle(request)
 

@@ -53,6 +53,7 @@ __all__ = ["openai_routes"]
 _log = logging.getLogger(__name__)
 # How much of a bare prompt stands for its conversation in routing: continued prompts begin alike.
 _AFFINITY_CHARS = 1024
+_APIS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/completions": "completions"}
 _AFFINITY_TOKENS = 256
 # More token ids than these take long enough to check for others to be let through before and behind.
 _LONG_PROMPT = 4096
@@ -105,7 +106,12 @@ def openai_routes(
             raise TooLong(f"the prompt has {characters} characters; it may have {most} tokens at most")
 
     router = APIRouter(
-        prefix="/v1", route_class=keyed_route(keys, ignore_unknown=config.ignore_unknown_fields)
+        prefix="/v1",
+        route_class=keyed_route(
+            keys,
+            ignore_unknown=config.ignore_unknown_fields,
+            check_room=lambda path: dispatcher.check_room(_APIS[path]),
+        ),
     )
 
     @router.post("/chat/completions")

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.envelope import Unauthorized, error_body, request_id, until_disconnect
@@ -96,11 +97,12 @@ class VllmProxy:
         if not path.isprintable() or not {".", ".."}.isdisjoint(path.split("/")):
             # httpx would resolve the dots, and so ask for a route that no client may call.
             raise HTTPException(404)
-        self._check_room()
-        body = await request.body()
+        self._check_room(request.method)
         exchange = _Exchange(request, self._config.request_timeout_s, self._counts)
+        # Before the body is read: no more of them are read at once than may be here.
         self._open.add(exchange)
         try:
+            body = await exchange.body()
             async with until_disconnect(request.receive):
                 return await exchange.begin(self._link.client, body, lambda: self._open.discard(exchange))
         except BaseException as error:
@@ -109,13 +111,14 @@ class VllmProxy:
             await exchange.close()
             raise
 
-    def _check_room(self) -> None:
+    def _check_room(self, method: str) -> None:
         if self.stopping:
             raise Unavailable("the server is stopping", retry_after_s=5.0)
         state = self._link.state
         if state is None:
             raise Unavailable(self._link.trouble, retry_after_s=2.0)
-        if len(self._open) >= state.max_num_seqs + self._config.max_queue:
+        # Nothing is computed for a GET.
+        if method != "GET" and len(self._open) >= state.max_num_seqs + self._config.max_queue:
             raise Overloaded(
                 f"{len(self._open)} requests are here already (--max-num-seqs and --max-queue)",
                 retry_after_s=2.0,
@@ -156,6 +159,14 @@ class _Exchange:
         elif error is not None:
             outcome = "http_500"
         self._counts.ended(self._request.url.path, self._route, outcome)
+
+    async def body(self) -> bytes:
+        """What the client sends. Raises RuntimeFault, and HTTPException when there is too much of it."""
+        async with self._bounded():
+            try:
+                return await self._request.body()
+            except ClientDisconnect:
+                raise Cancelled("the client went away") from None
 
     async def begin(self, client: httpx.AsyncClient, body: bytes, ended: Callable[[], object]) -> Response:
         """Send the request; the answer comes back as soon as it has begun."""

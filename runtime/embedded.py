@@ -38,8 +38,11 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
-# The last chunk of a long prompt whose pages are pushed has at most this part of the token budget.
+# The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
+# this many tokens: so short a step is one launch on a GPU (step_graphs.py), where its own launches cost more than its
+# pages take over a quick link.
 _TAIL_SHARE = 4
+_TAIL_TOKENS = 512
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 
@@ -232,7 +235,7 @@ class EmbeddedEngine:
         # (What a cache had is no chunk: cut for its sake, a short prompt would only take one step more.)
         begun = sequence.computed > (sequence.cached_tokens or 0)
         long = begun or sequence.remaining > self._token_budget
-        return self._token_budget // _TAIL_SHARE if sequence.prefill_only and long else 0
+        return min(self._token_budget // _TAIL_SHARE, _TAIL_TOKENS) if sequence.prefill_only and long else 0
 
     def _cut(self, turn: Turn) -> Turn:
         """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -33,16 +33,25 @@ _Key = TypeVar("_Key", bound=tuple[bytes, int])
 
 
 class LinkBoard:
-    """The last known state of each link, in words for people and metrics. Decides nothing."""
+    """The last known state of each link, in words for people and metrics. Decides nothing.
 
-    def __init__(self, send: Callable[[ToFront], None]) -> None:
+    Of links that have ended only the newest `most_ended` are remembered.
+    """
+
+    def __init__(self, send: Callable[[ToFront], None], most_ended: int = MOST_ENDED) -> None:
         self._send = send
+        self._most_ended = most_ended
         self._reports: dict[LinkKey, LinkReport] = {}
         self._counters: dict[LinkKey, Counter[str]] = {}
         # Stuck peers, with the step count at which they stood still.
         self._stuck: dict[LinkKey, int] = {}
         self._steps: dict[LinkKey, int] = {}
         self._dropped: set[LinkKey] = set()
+
+    @property
+    def reports(self) -> Mapping[LinkKey, LinkReport]:
+        """What was reported last of each link."""
+        return self._reports
 
     def connecting(self, key: LinkKey) -> None:
         """The front asked for this link; nothing is known yet."""
@@ -123,7 +132,8 @@ class LinkBoard:
             self._set(msgspec.structs.replace(old, state=state, reason=reason))
 
     def _set(self, report: LinkReport) -> None:
-        for key in forget_ended(self._reports, LinkKey(report.incarnation, report.rank), report):
+        link = LinkKey(report.incarnation, report.rank)
+        for key in forget_ended(self._reports, link, report, self._most_ended):
             for table in (self._counters, self._stuck, self._steps):
                 table.pop(key, None)
         self._send(report)

@@ -269,10 +269,10 @@ class Link:
         """
     def set_beat(self, payload: bytes) -> None:
         """What the next heartbeats carry, at most 1 MiB; before the first call they are empty."""
-    def peer_beat(self) -> tuple[float, bytes]:
-        """(seconds since the last heartbeat arrived, its payload); payload empty before the first one.
+    def peer_beat(self) -> tuple[float, bytes, bool]:
+        """(seconds since the last heartbeat was read, its payload, whether more has come that is not read yet).
 
-        Before the first one, seconds count from attach_control; infinite without a control stream.
+        Before the first one seconds count from attach_control, and its payload is empty; infinite without a stream.
         """
     def send(self, message: bytes) -> None: ...
     def flush(self, token: int) -> None: ...

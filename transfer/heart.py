@@ -38,11 +38,15 @@ class Heart:
         self._stuck = False
         self.suspect = False
 
-    def observe(self, now: float, age_s: float, payload: bytes) -> list[LinkEvent]:
-        """The last beat came `age_s` ago with `payload`. Raises msgspec.DecodeError when it is no Beat."""
+    def observe(self, now: float, age_s: float, payload: bytes, *, unread: bool = False) -> list[LinkEvent]:
+        """The last beat was read `age_s` ago, with `payload`. `unread`: more waits in the socket.
+
+        Raises msgspec.DecodeError when it is no Beat.
+        """
         events: list[LinkEvent] = []
-        if now - self._observed_at > self._limit:
-            # It is we who were stopped: what the peer sent meanwhile may still wait in the socket.
+        if now - self._observed_at > self._limit or (unread and age_s > self._limit):
+            # It is we who were stopped, or our progress thread that does not come round to reading: what the peer
+            # sent meanwhile may still wait in the socket.
             self._grace_until = now + self._interval
             self._moved_at = now
         self._observed_at = now

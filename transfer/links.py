@@ -235,13 +235,13 @@ class Links:
 
     def _watch(self, now: float) -> None:
         for link in list(self._current.values()):
-            age_s, payload = link.native.peer_beat()
+            age_s, payload, unread = link.native.peer_beat()
             if link.state in ("testing", "refused"):
                 if now > link.deadline:
                     self._end(link, "the lane test took too long", now)
                 continue
             try:
-                self._events += link.heart.observe(time.monotonic(), age_s, payload)
+                self._events += link.heart.observe(time.monotonic(), age_s, payload, unread=unread)
             except msgspec.DecodeError as error:
                 self._end(link, f"malformed heartbeat: {error}", now)
 

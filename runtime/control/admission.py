@@ -63,6 +63,12 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
+    def check(self) -> None:
+        """Raise what `enter` is sure to raise now, whatever is asked for."""
+        self._refuse_when_stopping()
+        if self._waiting:
+            self._refuse_when_full()
+
     async def enter(self, choose: Callable[[], Route | None]) -> Place:
         """A place, at once or after waiting. Raises Overloaded when the queue is full, and what `choose` raises."""
         self._refuse_when_stopping()
@@ -70,11 +76,7 @@ class Admission:
             route = choose()
             if route is not None:
                 return Place(self, route)
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(
-                f"{len(self._waiting)} requests wait already (--max-queue {self._max_waiting})",
-                retry_after_s=2.0,
-            )
+        self._refuse_when_full()
         turn = asyncio.Event()
         self._waiting.append(turn)
         try:
@@ -100,6 +102,13 @@ class Admission:
         self.stopping = True
         for turn in self._waiting:
             turn.set()
+
+    def _refuse_when_full(self) -> None:
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait already (--max-queue {self._max_waiting})",
+                retry_after_s=2.0,
+            )
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:

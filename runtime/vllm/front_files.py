@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvrail.runtime.link_board import LinkBoard, forget_ended, link_facts
+from kvrail.runtime.link_board import LinkBoard, link_facts
 from kvrail.runtime.messages import LinkReport, ToFront
 from kvrail.transfer.link_events import LinkEvent, LinkKey
 
@@ -59,8 +59,7 @@ class StatusFile:
         self._path = path
         self._rank = rank
         self._facts = dict(facts)
-        self._reports: dict[LinkKey, LinkReport] = {}
-        self._board = LinkBoard(self._told)
+        self._board = LinkBoard(self._told, _ENDED_SHOWN)
         self._changed = True
         self._due = 0.0
         self._last = ""
@@ -83,7 +82,9 @@ class StatusFile:
             return
         self._changed, self._due = False, now + _WRITE_S
         gauges, counters = numbers()
-        found = [self._link(key, report, *links.get(key, ("", 0.0))) for key, report in self._reports.items()]
+        found = [
+            self._link(key, report, *links.get(key, ("", 0.0))) for key, report in self._board.reports.items()
+        ]
         text = json.dumps({**self._facts, "links": found, "gauges": dict(gauges), "counters": dict(counters)})
         if text == self._last:
             return
@@ -95,12 +96,8 @@ class StatusFile:
             return  # The role is ending, and its folder is gone.
         self._last = text
 
-    def _told(self, message: ToFront) -> None:
-        if isinstance(message, LinkReport):
-            # A PE hears of a new peer at every restart of a CE, for ever.
-            key = LinkKey(message.incarnation, message.rank)
-            forget_ended(self._reports, key, message, _ENDED_SHOWN)
-            self._changed = True
+    def _told(self, _: ToFront) -> None:
+        self._changed = True
 
     def _link(self, key: LinkKey, report: LinkReport, address: str, arrived: float) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -381,6 +382,22 @@ def test_what_a_rank_refuses_has_a_real_status(
     assert f'outcome="http_{status}"' in at.client.get("/metrics").text
 
 
+def refused_ahead_of_its_body(url: str) -> int:
+    """The status of the answer to a large request of which only the headers have been sent."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), 10) as raw:
+        raw.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "Content-Length: 20000000\r\n\r\n".encode()
+        )
+        return int(raw.recv(1000).split()[1])
+
+
+def test_a_body_that_stops_coming(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrail.frontend.envelope._BODY_WITHIN_S", 0.2)
+    assert refused_ahead_of_its_body(stand(answers(ids("x"))).server.url) == 408
+
+
 def test_a_full_queue_answers_429_and_drains(stand: Any) -> None:
     at = stand(lambda rank, message: (), queue_limit=1, max_queue=1)
     done: list[httpx.Response] = []
@@ -397,6 +414,8 @@ def test_a_full_queue_answers_429_and_drains(stand: Any) -> None:
     response = at.client.post(CHAT, json={"messages": HI})
     assert refused(response, 429, None, "--max-queue")["type"] == "rate_limit_error"
     assert int(response.headers["retry-after"]) >= 1
+    assert refused_ahead_of_its_body(at.server.url) == 429
+    assert 'api="chat",outcome="http_429"' in at.client.get("/metrics").text
     # The one that waits gets the place of the one that ends.
     for count in (1, 2):
         at.rank.send(output(at.rank.wait_for(Submit, count)[-1].request_id, ids("x"), "length"))

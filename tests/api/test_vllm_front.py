@@ -237,6 +237,18 @@ def test_keys_and_room(tmp_path: Path, behind: Behind) -> None:
         wait_for(lambda: front.http.post("/v1/completions", json={}).status_code == 201)
 
 
+def test_a_body_that_is_still_coming_has_its_place(tmp_path: Path, behind: Behind) -> None:
+    """So many bodies are read at once as may be here, and not as many as come."""
+    with serving(tmp_path, behind, max_queue=0) as front:
+        with socket.create_connection(front._listener.getsockname(), 10) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\n\r\n{")
+            wait_for(lambda: "kvrail_front_open 1.0" in front.http.get("/metrics").text)
+            assert front.http.post("/v1/completions", json={}).status_code == 429
+            assert front.http.get("/v1/models").status_code == 404, "nothing is computed for it"
+        wait_for(lambda: front.http.post("/v1/completions", json={}).status_code == 201)
+        assert 'outcome="cancelled"' in front.http.get("/metrics").text
+
+
 @pytest.mark.parametrize("path", ["/v1/completions?wait=1", "/v1/stream?kind=whole"])
 def test_a_client_that_leaves_ends_it_behind(tmp_path: Path, behind: Behind, path: str) -> None:
     with serving(tmp_path, behind) as front:

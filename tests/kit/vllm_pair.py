@@ -53,6 +53,7 @@ class Worker:
             text=True,
             bufsize=1,
         )
+        self._status = Path(extra["status_file"])
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: set[str] = set()
@@ -120,6 +121,12 @@ class Worker:
         """What was written into these blocks, all tensors."""
         found: list[float | None] = self.do(do="look", blocks=list(blocks))
         return found
+
+    def links(self) -> dict[str, str]:
+        """The state of each link of a CE as a front sees it, by the peer's address ("" when it is not there)."""
+        if not self._status.exists():
+            return {}
+        return {link["address"]: link["state"] for link in json.loads(self._status.read_text())["links"]}
 
     def gauges(self) -> dict[str, int]:
         found: dict[str, int] = self.do(do="gauges")

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parts of the native module that need no UCX and whose hard cases no link of this machine produces.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,9 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "control.h"
 #include "ordered.h"
 #include "stream_copy.h"
 
+using kvrail::Control;
 using kvrail::Ordered;
 
 #define EXPECT(condition)                                                  \
@@ -68,7 +75,31 @@ void copies_of_every_size_and_alignment_are_exact() {
   }
 }
 
+void a_beat_that_waits_unread_is_told() {
+  std::array<int, 2> ends;
+  EXPECT(socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
+  int epoll_fd = epoll_create1(0);
+  constexpr kvrail::Nanos kPause = 20'000'000;
+  Control control(ends[0], epoll_fd, 1, 1'000'000'000);
+  EXPECT(!control.peer_beat().unread);
+  const std::string frame("\3\0\0\0one", 7);
+  EXPECT(write(ends[1], frame.data(), frame.size()) == 7);
+  usleep(kPause / 1000);
+  // The reactor's thread does not come round to it.
+  auto before = control.peer_beat();
+  EXPECT(before.unread && before.age >= kPause && before.payload.empty());
+  EXPECT(control.on_ready());
+  auto after = control.peer_beat();
+  EXPECT(!after.unread && after.age < before.age && after.payload == "one");
+  close(ends[1]);
+  EXPECT(!control.on_ready() && !control.peer_beat().unread);
+  control.end();
+  EXPECT(!control.peer_beat().unread);
+  close(epoll_fd);
+}
+
 int main() {
+  a_beat_that_waits_unread_is_told();
   messages_in_any_order_come_out_in_order();
   a_gap_that_is_never_filled_is_bounded();
   copies_of_every_size_and_alignment_are_exact();

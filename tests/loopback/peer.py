@@ -62,9 +62,18 @@ class Peer(NativeEvents):
         self.link.connect(bytes.fromhex(card["address"]))
         size = {"nbytes": card["nbytes"], "unit_bytes": card["page_bytes"]}
         self.link.import_put(PUT, base=card["base"], key=bytes.fromhex(card["key"]), **size)
+        self._theirs = card
+        self._import_shm(SHM)
+
+    def import_both(self, pool: int) -> None:
+        """Import the other end's pages as `pool`, which they are for puts already, for lane shm as well."""
+        self._import_shm(pool)
+
+    def _import_shm(self, pool: int) -> None:
+        card = self._theirs
         fd = os.open(card["memfd"], os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.link.import_shm(SHM, fd=fd, offset=0, **size)
+            self.link.import_shm(pool, fd=fd, offset=0, nbytes=card["nbytes"], unit_bytes=card["page_bytes"])
         finally:
             os.close(fd)
 

@@ -211,7 +211,7 @@ def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 def test_heartbeats_carry_the_latest_payload(make_pair: Make) -> None:
     here, there = make_pair("tcp")
-    assert there.link.peer_beat() == (float("inf"), b"")
+    assert there.link.peer_beat() == (float("inf"), b"", False)
     streams(here, there)
     until(lambda: there.link.peer_beat()[0] < 0.02)
     assert there.link.peer_beat()[1] == b""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles and runs native_parts.cpp: message order and copying, apart from UCX."""
+"""Compiles and runs native_parts.cpp: message order, copying and heartbeats, apart from UCX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_parts_that_need_no_ucx(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C++ compiler on the path")
     program = tmp_path / "native_parts"
-    sources = [Path(__file__).with_name("native_parts.cpp"), CSRC / "stream_copy.cpp"]
+    sources = [Path(__file__).with_name("native_parts.cpp"), CSRC / "stream_copy.cpp", CSRC / "control.cpp"]
     subprocess.run(
         [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-I", CSRC, "-o", program, *sources],
         check=True,

@@ -287,12 +287,16 @@ def test_what_is_small_is_done_by_the_caller_while_the_progress_thread_sleeps(
     assert sorted(times)[len(times) // 2] < 0.05
 
 
-def test_what_is_large_is_left_to_the_progress_thread(make_pair: Make) -> None:
+@pytest.mark.parametrize("way", ["", "put"])
+def test_what_is_large_is_left_to_the_progress_thread(make_pair: Make, way: str) -> None:
     here, there = make_pair("cma", pages=16, page_bytes=65536)
+    if way:
+        # The pool's best way is then shm, whose copy threads would leave the caller little to do.
+        here.import_both(PUT)
     writer = here.link.writer(1, ttl_s=30.0)
     time.sleep(0.002)
     before = here.reactor.stats()["light_turns"]
-    writer.push(PUT, here.base, indices(range(16)), indices(range(16)))
+    writer.push(PUT, here.base, indices(range(16)), indices(range(16)), way=way)
     assert here.reactor.stats()["light_turns"] == before
     writer.ring(b"bell")
     assert there.messages() == [b"bell"]

@@ -43,8 +43,8 @@ class NativeLink:
     def attach_control(self, fd: int, interval_ms: int) -> None:
         self.control = fd
 
-    def peer_beat(self) -> tuple[float, bytes]:
-        return 0.0, b""
+    def peer_beat(self) -> tuple[float, bytes, bool]:
+        return 0.0, b"", False
 
     def send(self, message: bytes) -> None:
         assert self.control >= 0, "nothing can be sent before the link is connected"

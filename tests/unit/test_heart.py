@@ -28,6 +28,7 @@ class Peer:
         self.now = 0.0
         self.arrived = 0.0
         self.payload = b""
+        self.unread = False
 
     def sends(self, payload: bytes) -> None:
         self.arrived, self.payload = self.now, payload
@@ -37,7 +38,7 @@ class Peer:
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + every)
-            events += self.heart.observe(self.now, self.now - self.arrived, self.payload)
+            events += self.heart.observe(self.now, self.now - self.arrived, self.payload, unread=self.unread)
         return events
 
 
@@ -110,6 +111,18 @@ def test_our_own_pause_is_not_held_against_the_peer() -> None:
     assert [type(event) for event in peer.passes(1)] == [PeerBeat]
     # But if it stays silent, the verdict comes.
     assert Suspect(KEY) in peer.passes(10)
+
+
+def test_beats_that_our_thread_has_not_read_are_no_silence() -> None:
+    peer = Peer()
+    peer.sends(beat(1))
+    peer.passes(1)
+    peer.unread = True
+    assert peer.passes(20) == []
+    peer.unread = False
+    peer.sends(beat(1))
+    assert [type(event) for event in peer.passes(4)] == [PeerBeat]
+    assert peer.passes(1) == [Suspect(KEY)]
 
 
 def test_noise_for_a_beat_is_an_error() -> None:

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -35,6 +36,7 @@ Control::~Control() { end(); }
 void Control::end() {
   if (fd_ < 0) return;
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd_, nullptr);
+  std::lock_guard lock(mutex_);
   close(std::exchange(fd_, -1));
 }
 
@@ -43,9 +45,11 @@ void Control::set_beat(std::string payload) {
   beat_ = std::move(payload);
 }
 
-std::pair<Nanos, std::string> Control::peer_beat() const {
+Control::PeerBeat Control::peer_beat() const {
   std::lock_guard lock(mutex_);
-  return {now_ns() - peer_beat_at_, peer_beat_};
+  int waiting = 0;
+  bool unread = fd_ >= 0 && ioctl(fd_, FIONREAD, &waiting) == 0 && waiting > 0;
+  return {now_ns() - peer_beat_at_, peer_beat_, unread};
 }
 
 bool Control::on_ready() { return read_all() && send_some(); }
@@ -82,6 +86,7 @@ bool Control::send_some() {
 
 bool Control::read_all() {
   std::array<char, 16384> buffer;
+  std::lock_guard lock(mutex_);
   while (true) {
     ssize_t n = recv(fd_, buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
@@ -100,11 +105,8 @@ bool Control::take_frames() {
     std::memcpy(&length, incoming_.data() + at, kPrefix);
     if (length > kMaxBeat) return broken("the peer sent a heartbeat frame that is too long", EMSGSIZE);
     if (incoming_.size() - at - kPrefix < length) break;
-    {
-      std::lock_guard lock(mutex_);
-      peer_beat_.assign(incoming_, at + kPrefix, length);
-      peer_beat_at_ = now_ns();
-    }
+    peer_beat_.assign(incoming_, at + kPrefix, length);
+    peer_beat_at_ = now_ns();
     at += kPrefix + length;
   }
   incoming_.erase(0, at);

@@ -24,10 +24,17 @@ class Control {
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
 
+  struct PeerBeat {
+    // Nanoseconds since the last beat was read (since the start, before the first); -1 without a stream.
+    Nanos age = -1;
+    std::string payload;
+    // Something has come that the reactor's thread has not read yet: it is that thread that is late, not the peer.
+    bool unread = false;
+  };
+
   // Any thread.
   void set_beat(std::string payload);
-  // Nanoseconds since the last beat came (since the start, before the first), and its payload.
-  std::pair<Nanos, std::string> peer_beat() const;
+  PeerBeat peer_beat() const;
 
   // The reactor's thread. Both return false once the stream is over; reason() then says why.
   bool on_ready();
@@ -45,7 +52,7 @@ class Control {
   bool broken(const char* what, int error);
   void want_output(bool wanted);
 
-  int fd_;
+  int fd_;  // changed under mutex_
   const int epoll_fd_;
   const std::uint64_t tag_;
   const Nanos interval_;
@@ -57,6 +64,7 @@ class Control {
   std::string reason_;
   int error_ = 0;
 
+  // Held from a read to the note of what came: peer_beat sees both or neither.
   mutable std::mutex mutex_;
   std::string beat_;
   Nanos peer_beat_at_;

@@ -116,8 +116,8 @@ class PyWriter {
       auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
                                            List(targets.data() + first, targets.data() + end), wished, fence,
                                            end == sources.size());
-      link_->link->on_writer_light(
-          writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); }, pool, sources.size());
+      link_->link->on_writer_light(writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); },
+                                   {pool, sources.size(), wished});
       first = end;
     } while (first < sources.size());
   }

@@ -102,20 +102,19 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
   });
 }
 
-void Link::light_command(std::function<void(Link&)> act, std::uint32_t pool, std::size_t units) {
+void Link::light_command(std::function<void(Link&)> act, Load load) {
   reactor_.post_light(
-      *this, [this, pool, units] { return light(pool, units); },
-      [self = shared_from_this(), act = std::move(act)] { act(*self); });
+      *this, [this, load] { return light(load); }, [self = shared_from_this(), act = std::move(act)] { act(*self); });
 }
 
-bool Link::light(std::uint32_t id, std::size_t units) const {
+bool Link::light(const Load& load) const {
   if (!usable() || needs_turns()) return false;
-  if (units == 0) return true;
-  auto to = pool(id);
+  if (load.units == 0) return true;
+  auto to = pool(load.pool);
   if (!to) return false;
   // The copy threads do it.
-  if (to->choose(Way::best) == Way::shm && reactor_.crew() != nullptr) return true;
-  return units <= kLightUnits && units * to->unit_bytes <= kLightBytes;
+  if (to->choose(load.way) == Way::shm && reactor_.crew() != nullptr) return true;
+  return load.units <= kLightUnits && load.units * to->unit_bytes <= kLightBytes;
 }
 
 void Link::send(std::string message) {
@@ -155,9 +154,8 @@ void Link::on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)
   command(acting(std::move(writer), std::move(act)));
 }
 
-void Link::on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, std::uint32_t pool,
-                           std::size_t units) {
-  light_command(acting(std::move(writer), std::move(act)), pool, units);
+void Link::on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, Load load) {
+  light_command(acting(std::move(writer), std::move(act)), load);
 }
 
 void Link::schedule(std::shared_ptr<Writer> writer) {

@@ -51,16 +51,21 @@ class Link : public std::enable_shared_from_this<Link> {
   void import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key);
   void attach_control(int fd, Nanos interval);
   void set_beat(std::string payload);
-  std::pair<Nanos, std::string> peer_beat() const;
+  Control::PeerBeat peer_beat() const;
   void send(std::string message);
   void flush(std::uint64_t token);
   void fence();
   void close();
   std::shared_ptr<Writer> open_writer(std::uint64_t key, Nanos ttl);
   void on_writer(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act);
-  // For acts that start at most the copying of `units` units of a pool.
-  void on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, std::uint32_t pool = 0,
-                       std::size_t units = 0);
+  // What an act starts at most: the copying of `units` units of a pool, the way that is wished.
+  struct Load {
+    std::uint32_t pool;
+    std::size_t units;
+    Way way;
+  };
+  static constexpr Load kNoLoad{0, 0, Way::best};
+  void on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, Load load = kNoLoad);
   // False from fence(), close() or the first error of the endpoint on: nothing may be posted any more.
   bool usable() const { return usable_; }
 
@@ -124,8 +129,8 @@ class Link : public std::enable_shared_from_this<Link> {
   Result ask(const char* call, std::function<Result(const Endpoint&)> question);
   void run_writers();
   void command(std::function<void(Link&)> act);
-  void light_command(std::function<void(Link&)> act, std::uint32_t pool = 0, std::size_t units = 0);
-  bool light(std::uint32_t pool, std::size_t units) const;
+  void light_command(std::function<void(Link&)> act, Load load = kNoLoad);
+  bool light(const Load& load) const;
   void schedule(std::shared_ptr<Writer> writer);
   void break_off(ucs_status_t status, const std::string& reason);
   void lose_writers(ucs_status_t status, const std::string& reason);

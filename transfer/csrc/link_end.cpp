@@ -126,9 +126,9 @@ void Link::set_beat(std::string payload) {
   if (control_) control_->set_beat(std::move(payload));
 }
 
-std::pair<Nanos, std::string> Link::peer_beat() const {
+Control::PeerBeat Link::peer_beat() const {
   std::lock_guard lock(control_mutex_);
-  return control_ ? control_->peer_beat() : std::pair<Nanos, std::string>{-1, {}};
+  return control_ ? control_->peer_beat() : Control::PeerBeat{};
 }
 
 void Link::on_control_ready() {

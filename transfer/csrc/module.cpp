@@ -236,8 +236,8 @@ NB_MODULE(_ucx, m) {
           "payload"_a)
       .def("peer_beat",
            [](const PyLink& self) {
-             auto [age, payload] = self.link->peer_beat();
-             return nb::make_tuple(age < 0 ? INFINITY : static_cast<double>(age) * 1e-9, to_bytes(payload));
+             auto [age, payload, unread] = self.link->peer_beat();
+             return nb::make_tuple(age < 0 ? INFINITY : static_cast<double>(age) * 1e-9, to_bytes(payload), unread);
            })
       .def(
           "send", [](PyLink& self, const nb::bytes& message) { self.link->send(to_string(message)); }, "message"_a)
