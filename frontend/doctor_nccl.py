@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,9 @@ def examine_nccl(*, rendezvous: str | None, rank: int | None, json_file: str | N
     say = Console()
     if (rendezvous is None) != (rank is None):
         say.print("[red]--rendezvous HOST:PORT and --rank 0 or 1 go together[/]")
+        return 2
+    if rendezvous is not None and (wrong := _wrong_address(rendezvous, rank)):
+        say.print(f"[red]--rendezvous {escape(wrong)}[/]", highlight=False, soft_wrap=True)
         return 2
     ranks = (0, 1) if rank is None else (rank,)
     reason = nccl_unusable(ranks_here=len(ranks))
@@ -109,18 +113,45 @@ def _run(folder: Path, ranks: tuple[int, ...], rendezvous: str) -> list[dict[str
         for process in processes:
             process.kill()
             process.wait()
-    return [_outcome(folder, rank) for rank in ranks]
+    return [
+        _outcome(folder, rank, process.returncode) for rank, process in zip(ranks, processes, strict=True)
+    ]
 
 
-def _outcome(folder: Path, rank: int) -> dict[str, Any]:
+def _outcome(folder: Path, rank: int, status: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads((folder / f"found.{rank}").read_text())
         return found
     tail = (folder / f"output.{rank}").read_text(errors="replace").strip()[-600:]
-    return {
-        "rank": rank,
-        "error": f"ended without a result within {_RUN_S:.0f} s: {tail or 'it said nothing'}",
-    }
+    ended = (
+        f"did not end within {_RUN_S:.0f} s" if status == -signal.SIGKILL else f"ended with status {status}"
+    )
+    return {"rank": rank, "error": f"{ended}, without a result: {tail or 'it said nothing'}"}
+
+
+def _wrong_address(rendezvous: str, rank: int | None) -> str:
+    """What is wrong with the address where the ranks are to meet, as far as this host can tell; else ""."""
+    from kvrail.transfer.nccl_meeting import rendezvous_address
+
+    try:
+        host, port = rendezvous_address(rendezvous)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (ValueError, OSError) as error:
+        return str(error) if rendezvous in str(error) else f"{rendezvous}: {error}"
+    if rank != 0:
+        return ""
+    trouble = ""
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                # NCCL dials addresses of interfaces, so there is no way through a translated one either.
+                trouble = f"{rendezvous}: rank 0 must listen there, on an address and free port of this host: {error}"
+            else:
+                return ""
+    return trouble
 
 
 def _free_port() -> int:

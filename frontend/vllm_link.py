@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from kvrail.runtime.control.kept_connections import KeptConnections
 from kvrail.runtime.vllm.spec import STATE_ROUTE, ServerState
 
 __all__ = ["VllmLink"]
@@ -38,6 +39,9 @@ class VllmLink:
             base_url="http://vllm",
             timeout=httpx.Timeout(None, connect=5.0),
         )
+        # The way of prefill calls, on which every millisecond is one of a first token.
+        self.calls: KeptConnections | None = None
+        self._socket = socket
         self.state: ServerState | None = None
         self.trouble = "the model is loading"
         # Called, with the trouble, as long as the server, or the engine core behind it, is taken as stuck.
@@ -47,6 +51,7 @@ class VllmLink:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> VllmLink:
+        self.calls = KeptConnections(self._socket, idle_s=4.0)
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -55,6 +60,8 @@ class VllmLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.client.aclose()
+        if self.calls is not None:
+            await self.calls.close()
 
     def connector(self) -> dict[str, Any]:
         """What the connector last wrote of its links; empty when there is none."""

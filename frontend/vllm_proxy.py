@@ -156,6 +156,8 @@ class _Exchange:
             outcome = "cancelled"
         elif isinstance(error, RuntimeFault):
             outcome = f"http_{error.status}"
+        elif isinstance(error, HTTPException):
+            outcome = f"http_{error.status_code}"
         elif error is not None:
             outcome = "http_500"
         self._counts.ended(self._request.url.path, self._route, outcome)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import httpx
 import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,6 +16,7 @@ from kvrail.frontend.vllm_link import VllmLink
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import token_matches
 from kvrail.runtime.control.calls import MEDIA_TYPE
+from kvrail.runtime.control.kept_connections import CallFailed
 from kvrail.runtime.errors import Unavailable
 from kvrail.runtime.vllm.spec import CARD_ROUTE, PREFILL_ROUTE
 
@@ -96,14 +96,19 @@ def engine_routes(link: VllmLink, token: bytes, stopping: Callable[[], bool]) ->
         try:
             # A caller that leaves cancels this call, its connection closes, and the server gives the prefill up.
             async with until_disconnect(request.receive):
-                answer = await link.client.post(
-                    PREFILL_ROUTE, content=body, headers={"Content-Type": MEDIA_TYPE}
+                assert link.calls is not None
+                answer = await link.calls.call(
+                    "POST",
+                    f"http://vllm{PREFILL_ROUTE}",
+                    headers={"Content-Type": MEDIA_TYPE},
+                    body=body,
+                    timeout_s=None,
                 )
-        except httpx.HTTPError as error:
-            raise Unavailable(
-                f"the vLLM server broke off: {type(error).__name__}", retry_after_s=2.0
-            ) from None
-        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        except CallFailed as error:
+            raise Unavailable(f"the vLLM server broke off: {error}", retry_after_s=2.0) from None
+        return Response(
+            answer.body, answer.status, media_type=MEDIA_TYPE if answer.ok else "application/json"
+        )
 
     return router
 

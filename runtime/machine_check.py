@@ -83,12 +83,16 @@ def _check_kv_host(host: str) -> None:
         return
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    # UnicodeError: what no name of a host can look like.
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"--kv-host {host}: {error}; give an address or interface of this machine"
         ) from None
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+        if address[0] in ("0.0.0.0", "::"):
+            continue  # Any of them, which can be bound, and is not where the other side would find pages.
+        # The kernel may lack a family of which a name has addresses, as IPv6.
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
             return
     raise ConfigError(

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvrail.transfer.errors import TransferError
+from kvrail.transfer.nccl_meeting import meet, rendezvous_address
+
 __all__ = ["main", "page_operations"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -156,9 +159,18 @@ def main() -> None:
     try:
         torch.cuda.set_device(device)
         found["name"] = torch.cuda.get_device_name(device)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        host, port = rendezvous_address(options.rendezvous)
+        facts = {
+            "NCCL": found["nccl"],
+            # What draws the pattern that both know.
+            "torch": torch.__version__.partition("+")[0],
+            "kvrail's list of sizes": repr((_BLOCKS, _LISTS, _REDUCED)),
+        }
+        store = meet(host, port, rank=options.rank, within_s=options.within, facts=facts)
         dist.init_process_group(
             "nccl",
-            init_method=f"tcp://{options.rendezvous}",
+            store=store,
             rank=options.rank,
             world_size=2,
             timeout=timedelta(seconds=options.within),
@@ -166,9 +178,10 @@ def main() -> None:
         )
         probe = _Probe(options.rank, device)
         probe.reductions()
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found["rows"] = probe.blocks() + probe.lists()
         dist.destroy_process_group()
+    except TransferError as error:
+        found["error"] = str(error)
     except Exception as error:  # whatever it is, the parent must hear of it
         found["error"] = f"{type(error).__name__}: {error}"
     options.out.write_text(json.dumps(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import aiohttp
@@ -36,16 +37,22 @@ class Reply(NamedTuple):
 
 
 class KeptConnections:
-    """`call` is all there is to it. `trust`: what https peers must prove. `idle_s`: how long an unused one is kept.
+    """`call` is all there is to it. `to`: what https peers must prove, or the Unix socket of the one server behind all
+    URLs. `idle_s`: how long an unused connection is kept.
 
     That must be less than servers keep theirs, or a call meets a connection that is being closed. To be made and closed
     in the event loop that calls.
     """
 
-    def __init__(self, trust: ssl.SSLContext, *, idle_s: float = 15.0) -> None:
+    def __init__(self, to: ssl.SSLContext | Path, *, idle_s: float = 15.0) -> None:
+        # As many as there are calls at once: a limit would make a first token wait for another one's prefill.
+        connector: aiohttp.BaseConnector = (
+            aiohttp.UnixConnector(str(to), keepalive_timeout=idle_s, limit=0)
+            if isinstance(to, Path)
+            else aiohttp.TCPConnector(ssl=to, keepalive_timeout=idle_s, limit=0)
+        )
         self._session = aiohttp.ClientSession(
-            # As many as there are calls at once: a limit would make a first token wait for another one's prefill.
-            connector=aiohttp.TCPConnector(ssl=trust, keepalive_timeout=idle_s, limit=0),
+            connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
@@ -58,10 +65,13 @@ class KeptConnections:
         *,
         headers: Mapping[str, str],
         body: bytes = b"",
-        timeout_s: float,
+        timeout_s: float | None,
         connect_s: float = 3.0,
     ) -> Reply:
-        """One request and its answer, within `timeout_s` in all. Raises CallFailed; cancelled, it hangs up."""
+        """One request and its answer, within `timeout_s` in all (None: as long as it takes).
+
+        Raises CallFailed; cancelled, it hangs up.
+        """
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
         try:
             async with self._session.request(
@@ -76,7 +86,7 @@ class KeptConnections:
         except aiohttp.ConnectionTimeoutError:
             raise CallFailed(f"cannot connect: no connection within {connect_s:g} s") from None
         except TimeoutError:
-            raise CallFailed(f"no answer within {timeout_s:g} s") from None
+            raise CallFailed(f"no answer within {timeout_s or 0:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:
             # (UnicodeError: a name that no resolver takes.)
             raise CallFailed(f"cannot connect: {error}") from None

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from kvrail.runtime.control.auth import bearer_header
+from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
 from kvrail.runtime.control.routing import PeerKey, PeerView, Policy, RankView, choose
 from kvrail.runtime.errors import Unavailable
 from kvrail.runtime.vllm.counters import SplitCounters
@@ -36,8 +36,7 @@ _BACK_OFF_LIMIT_S = 10.0
 _STATUS_S = 0.25
 # An engine that says nothing for so long has lost its calls. A frozen one is found out sooner, by the link.
 _SILENT_S = 8.0
-# The answer comes when the prompt is prefilled, which takes as long as it takes: the link says whether anyone works.
-_CALL_TIMEOUT = httpx.Timeout(None, connect=3.0)
+_CARD_WITHIN_S = 5.0
 _UNBOUNDED = 2**31
 
 
@@ -62,7 +61,7 @@ class PeerCalls:
         self,
         urls: Sequence[str],
         token: bytes,
-        client: httpx.AsyncClient,
+        connections: KeptConnections,
         counters: SplitCounters,
         *,
         version: str,
@@ -74,7 +73,7 @@ class PeerCalls:
         self.version, self.model = version, model
         self.trouble: dict[str, str] = dict.fromkeys((url.rstrip("/") for url in urls), "not asked yet")
         self._headers = bearer_header(token)
-        self._client = client
+        self._connections = connections
         self._counters = counters
         self._routing = routing
         self._status_file, self._peers_file = status_file, peers_file
@@ -147,19 +146,21 @@ class PeerCalls:
         calls = self._calls.setdefault(peer.url, set())
         calls.add(task)
         try:
-            response = await self._client.post(
+            # It takes as long as the prompt takes: the link says whether anyone works.
+            reply = await self._connections.call(
+                "POST",
                 f"{peer.url}{PREFILL_ROUTE}",
-                content=msgspec.msgpack.encode(call),
                 headers={**self._headers, "Content-Type": "application/msgpack"},
-                timeout=_CALL_TIMEOUT,
+                body=msgspec.msgpack.encode(call),
+                timeout_s=None,
             )
-            if not response.is_success:
+            if not reply.ok:
                 self._counters.calls.labels("refused").inc()
-                raise PrefillRefused(f"{peer.url}: HTTP {response.status_code}: {_said(response)}")
-            first = msgspec.msgpack.decode(response.content, type=FirstToken)
-        except httpx.HTTPError as error:
+                raise PrefillRefused(f"{peer.url}: HTTP {reply.status}: {_said(reply)}")
+            first = msgspec.msgpack.decode(reply.body, type=FirstToken)
+        except CallFailed as error:
             self._counters.calls.labels("unreachable").inc()
-            raise PrefillRefused(f"{peer.url}: {type(error).__name__} {error}".rstrip()) from None
+            raise PrefillRefused(f"{peer.url}: {error}") from None
         except msgspec.MsgspecError as error:
             self._counters.calls.labels("refused").inc()
             raise PrefillRefused(f"{peer.url}: the answer cannot be read: {error}") from None
@@ -186,13 +187,7 @@ class PeerCalls:
             try:
                 self._take(url, await self._ask(url))
                 wait_s = _POLL_S
-            except (
-                httpx.HTTPError,
-                httpx.InvalidURL,
-                msgspec.MsgspecError,
-                PermissionError,
-                ValueError,
-            ) as error:
+            except (CallFailed, msgspec.MsgspecError, PermissionError, ValueError) as error:
                 self._note(url, f"{type(error).__name__}: {error}".rstrip(": "))
                 wait_s = min(wait_s * 2, _BACK_OFF_LIMIT_S)
             except Exception:
@@ -205,15 +200,16 @@ class PeerCalls:
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
 
     async def _ask(self, url: str) -> EngineCard:
-        response = await self._client.get(f"{url}{CARD_ROUTE}", headers=self._headers, timeout=5.0)
-        if response.status_code in (401, 403):
+        reply = await self._connections.call(
+            "GET", f"{url}{CARD_ROUTE}", headers=self._headers, timeout_s=_CARD_WITHIN_S
+        )
+        if reply.status in (401, 403):
             raise PermissionError("it refuses our cluster token (both sides need the same --token-file)")
-        if response.status_code == 404:
+        if reply.status == 404:
             raise ValueError("it is no prefill engine with --engine vllm")
-        if response.status_code == 503:
-            raise ValueError(_said(response))
-        response.raise_for_status()
-        return msgspec.msgpack.decode(response.content, type=EngineCard)
+        if not reply.ok:
+            raise ValueError(_said(reply) if reply.status == 503 else f"HTTP {reply.status}")
+        return msgspec.msgpack.decode(reply.body, type=EngineCard)
 
     def _take(self, url: str, card: EngineCard) -> None:
         self._heard[url] = time.monotonic()
@@ -264,9 +260,9 @@ def _key(card: EngineCard) -> PeerKey:
     return (bytes.fromhex(card.incarnation), 0)
 
 
-def _said(response: httpx.Response) -> str:
+def _said(reply: Reply) -> str:
     """The message of an error body of ours."""
     try:
-        return str(response.json()["error"]["message"])
+        return str(json.loads(reply.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:200]
+        return reply.body[:200].decode(errors="replace")

@@ -8,8 +8,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from kvrail.runtime.control.kept_connections import KeptConnections
 from kvrail.runtime.vllm.compat import model_digest
 from kvrail.runtime.vllm.core_tap import CoreTap
 from kvrail.runtime.vllm.core_watch import CoreWatch
@@ -53,15 +52,11 @@ class ServerSide:
 
     def _split(self, tap: CoreTap, config: Any) -> None:
         spec = self._spec
-        client = httpx.AsyncClient(
-            trust_env=False,
-            verify=ssl.create_default_context(cafile=spec.ssl_ca_certs),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0),
-        )
+        connections = KeptConnections(ssl.create_default_context(cafile=spec.ssl_ca_certs))
         self._peers = PeerCalls(
             spec.pe_urls,
             spec.token,
-            client,
+            connections,
             self.counters,
             version=self._version,
             model=self._model,

@@ -249,6 +249,14 @@ def test_a_body_that_is_still_coming_has_its_place(tmp_path: Path, behind: Behin
         assert 'outcome="cancelled"' in front.http.get("/metrics").text
 
 
+def test_a_body_that_is_too_large_is_no_failure_of_ours(tmp_path: Path, behind: Behind) -> None:
+    with serving(tmp_path, behind, max_body_mb=0.01) as front:
+        assert front.http.post("/v1/completions", content=b"x" * 20_000).status_code == 413
+        metrics = front.http.get("/metrics").text
+        assert 'outcome="http_413"' in metrics
+        assert 'outcome="http_500"' not in metrics
+
+
 @pytest.mark.parametrize("path", ["/v1/completions?wait=1", "/v1/stream?kind=whole"])
 def test_a_client_that_leaves_ends_it_behind(tmp_path: Path, behind: Behind, path: str) -> None:
     with serving(tmp_path, behind) as front:

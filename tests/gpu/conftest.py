@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.cuda_peer import CudaPeer
+from gpu.cuda_rig import CudaModels
 from kit.remote import Remote
 from kvrail.kernels.page_copy import KernelsUnavailable, PageCopier, PageKernels
 from kvrail.runtime.checkpoint import open_checkpoint
@@ -61,6 +62,16 @@ def peer(kernels: PageKernels) -> int:
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("native-cubins"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory, kernel_cache: str) -> CudaModels:
+    """The tiny models of tests/engine on a GPU, and what transformers says on the CPU: each made once for all files."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device (torch {torch.__version__})")
+    # So small are they that threads of arithmetic would wait for each other most of the time.
+    torch.set_num_threads(1)
+    return CudaModels(tmp_path_factory.mktemp("models"), Path(kernel_cache))
 
 
 @pytest.fixture

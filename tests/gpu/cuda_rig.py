@@ -94,6 +94,7 @@ class CudaRig(Rig):
         host_pages: int = 0,
         host_states: int = 8,
         state_interval: int = 1,
+        kernel_cache: Path | None = None,
         **options: Any,
     ) -> None:
         from kvrail.runtime.embedded import EmbeddedEngine
@@ -110,7 +111,7 @@ class CudaRig(Rig):
         if host_pages:
             self.pinned = PinnedCache(
                 model, self.pool, self.memory, state, compute, pages=host_pages, states=host_states,
-                interval=state_interval,
+                interval=state_interval, kernel_cache=kernel_cache,
             )  # fmt: skip
             self.host = self.pinned.cache
         self.engine = EmbeddedEngine(
@@ -154,6 +155,10 @@ def _poison(size: int) -> torch.Tensor:
 class CudaModels(Models):
     device = "cuda"
 
+    def __init__(self, root: Path, kernel_cache: Path) -> None:
+        super().__init__(root)
+        self._kernel_cache = kernel_cache
+
     def _load(
         self, kind: str, page_tokens: int = 16, dtype: str = "float32", attention: str = "auto"
     ) -> PagedModel:
@@ -165,4 +170,6 @@ class CudaModels(Models):
         self, kind: str = "llama", page_tokens: int = 16, pages: int = 96, dtype: str = "float32", **more
     ) -> CudaRig:
         attention = more.pop("attention", "auto")
-        return CudaRig(self.load(kind, page_tokens, dtype, attention), pages, **more)
+        return CudaRig(
+            self.load(kind, page_tokens, dtype, attention), pages, kernel_cache=self._kernel_cache, **more
+        )

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
-from kvrail.transfer.cuda import open_device
+if TYPE_CHECKING:
+    from kvrail.transfer._ucx import CudaDevice
+
+pytestmark = pytest.mark.gpu
 
 
-def test_our_calls_neither_fail_nor_spoil_a_capture_on_another_thread() -> None:
-    cuda = open_device(0, None)
+def test_our_calls_neither_fail_nor_spoil_a_capture_on_another_thread(cuda: CudaDevice) -> None:
     ones = torch.ones(1 << 20, device="cuda")
     found = ones * 2
     torch.cuda.synchronize()

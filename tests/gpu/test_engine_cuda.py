@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine.conftest import Rig, greedy
-from gpu.cuda_rig import CudaModels
 from kit.tiny_families import FAMILIES
 from kvrail.kernels.reference import gather_pages, scatter_pages
 from kvrail.runtime.checkpoint import open_checkpoint
@@ -22,13 +21,6 @@ from kvrail.runtime.random_model import make_model
 VOCABULARY = 997
 # Cycles that keep the stream busy for about a second.
 LONG = 2_000_000_000
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> CudaModels:
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device (torch {torch.__version__})")
-    return CudaModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

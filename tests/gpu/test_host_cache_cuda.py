@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from kit.tiny_families import FAMILIES, WINDOWED
 from kvrail.runtime.cuda_copier import CudaCopier
 from kvrail.transfer import ucx
 from kvrail.transfer.chunked_pool import ChunkedPool
+from kvrail.transfer.cuda import open_device
+from kvrail.transfer.errors import CudaFailed
 
 if TYPE_CHECKING:
     from kvrail.transfer._ucx import CudaDevice, HostCopies
@@ -80,6 +83,15 @@ class Both:
         self.gpu.close()
 
 
+@pytest.fixture(scope="module")
+def cuda(kernel_cache: str) -> CudaDevice:
+    """One for all tests here: to open it and to load its kernels takes longer than most of them."""
+    try:
+        return open_device(0, Path(kernel_cache))
+    except CudaFailed as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def both(cuda: CudaDevice) -> Iterator[Callable[..., Both]]:
     made: list[Both] = []
@@ -93,7 +105,30 @@ def both(cuda: CudaDevice) -> Iterator[Callable[..., Both]]:
         one.close()
 
 
-SHAPES = [(3000, 48), (70_000, 64), (512, 4096), (100, 65_552), (40, MIB), (12, 3 * MIB + 16)]
+@pytest.fixture(scope="module")
+def shaped(cuda: CudaDevice) -> Iterator[Callable[[int, int], tuple[Both, np.ndarray[Any, Any]]]]:
+    """shaped(units, unit_bytes): memory and random content of that shape, kept until another shape is asked for."""
+    kept: list[tuple[Both, np.ndarray[Any, Any]]] = []
+
+    def make(units: int, unit_bytes: int) -> tuple[Both, np.ndarray[Any, Any]]:
+        if not kept or (kept[0][0].units, kept[0][0].unit_bytes) != (units, unit_bytes):
+            while kept:
+                kept.pop()[0].close()
+            kept.append((Both(cuda, units, unit_bytes), content_of(units, unit_bytes)))
+        return kept[0]
+
+    yield make
+    for memory, _ in kept:
+        memory.close()
+
+
+def content_of(units: int, unit_bytes: int) -> np.ndarray[Any, Any]:
+    """Random bytes [units, unit_bytes]."""
+    words = np.random.default_rng(unit_bytes).integers(0, 1 << 64, units * unit_bytes // 8, dtype=np.uint64)
+    return words.view(np.uint8).reshape(units, unit_bytes)
+
+
+SHAPES = [(3000, 48), (70_000, 64), (512, 4096), (100, 65_552), (20, MIB), (8, 3 * MIB + 16)]
 
 
 @pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "runs"])
@@ -101,13 +136,12 @@ SHAPES = [(3000, 48), (70_000, 64), (512, 4096), (100, 65_552), (40, MIB), (12, 
 @pytest.mark.parametrize("way", ["kernel", "engine", ""])
 @pytest.mark.parametrize(("units", "unit_bytes"), SHAPES)
 def test_copies_land_whole_and_no_other_byte(
-    cuda: CudaDevice, both: Any, units: int, unit_bytes: int, way: Any, to_host: bool, scattered: bool
+    cuda: CudaDevice, shaped: Any, units: int, unit_bytes: int, way: Any, to_host: bool, scattered: bool
 ) -> None:
     if way == "engine" and units > 5000:
         pytest.skip("a call of the driver for each of so many would take long")
-    memory = both(units, unit_bytes)
+    memory, content = shaped(units, unit_bytes)
     random = np.random.default_rng(unit_bytes)
-    content = random.integers(0, 255, (units, unit_bytes), dtype=np.uint8)
     poison = np.full_like(content, POISON)
     (memory.fill_gpu if to_host else memory.fill_host)(content)
     (memory.fill_host if to_host else memory.fill_gpu)(poison)
@@ -171,7 +205,7 @@ def test_work_behind_a_load_finds_its_bytes_and_nobody_waits_on_the_host(
 ) -> None:
     units = (256 * MIB) // unit_bytes
     memory = both(units, unit_bytes)
-    content = np.random.default_rng(1).integers(0, 255, (units, unit_bytes), dtype=np.uint8)
+    content = content_of(units, unit_bytes)
     memory.fill_host(content)
     target = torch.full((units, unit_bytes), POISON, dtype=torch.uint8, device="cuda")
     order = np.random.default_rng(2).permutation(units)
@@ -248,13 +282,6 @@ def test_a_snapshot_is_of_the_moment_and_a_load_may_take_its_place(
 
 
 # --- engines ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> CudaModels:
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device (torch {torch.__version__})")
-    return CudaModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -33,13 +33,6 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> CudaModels:
-    if not torch.cuda.is_available():
-        pytest.skip(f"no CUDA device (torch {torch.__version__})")
-    return CudaModels(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("cpu-models"))
 

@@ -392,6 +392,6 @@ def test_engines_that_differ_get_no_link_and_hear_why(start: Start, other: dict[
     ce.steps_until(lambda ce: "r" in ce.received)
     assert ce.failed == {"r"}
     pe.step()
-    ce.kill()
     assert ce.process.stderr is not None
-    assert word in ce.process.stderr.read()
+    # It dials again and again; on a busy machine the load may have failed before the other engine had started.
+    assert any(word in line for line in ce.process.stderr)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -229,12 +231,25 @@ def test_compiled_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatc
         ({"dp": 2, "kv_memory_gb": 900000.0}, "--kv-memory-gb 900000 for each of --dp 2: this machine has "),
         # Of a net for documentation: no machine has it.
         ({"token_file": "t", "kv_host": "198.51.100.7"}, "--kv-host 198.51.100.7: no network interface"),
+        ({"token_file": "t", "kv_host": "no..host"}, "--kv-host no..host: "),
+        ({"token_file": "t", "kv_host": "0.0.0.0"}, "--kv-host 0.0.0.0: no network interface"),
+        ({"token_file": "t", "kv_host": "::"}, "--kv-host ::: no network interface"),
     ],
 )
 def test_what_this_machine_lacks(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_machine(LaunchConfig(role="pe", model="m", **asked))
     assert said in str(refusal.value)
+
+
+def test_a_host_with_an_address_of_a_kind_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` has ::1 where there is no IPv6."""
+    lacking, there = socket.AF_DECnet, socket.AF_INET
+    with pytest.raises(OSError, match="family"), socket.socket(lacking, socket.SOCK_STREAM):
+        pass
+    found = [(family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0)) for family in (lacking, there)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    check_machine(LaunchConfig(**GOOD, kv_host="localhost"))
 
 
 @pytest.mark.parametrize(
@@ -252,11 +267,8 @@ def test_it_is_said_before_listening(flag: str, value: str, said: str, tmp_path:
 
 
 def test_a_missing_ucx_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        ctypes.CDLL("libucp.so.0")
-    except OSError:
-        pass
-    else:
+    # Not by loading it: a test may have loaded the wheel's into this process.
+    if ctypes.util.find_library("ucp"):
         pytest.skip("there is a system UCX")
     monkeypatch.setenv("KVRAIL_UCX", "system")
     status, said = run("--role", "pe", "--model", str(broken_model(tmp_path / "model")), folder=tmp_path)

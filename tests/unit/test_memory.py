@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvrail.transfer import memory
 from kvrail.transfer.errors import TransferError
-from kvrail.transfer.memory import SEALS, HostPool, OutOfMemory, Pools
+from kvrail.transfer.memory import SEALS, HostPool, OutOfMemory, Pools, available_bytes
 
 
 class Region:
@@ -107,3 +108,19 @@ def test_pools_of_a_rank() -> None:
     stateless = Pools.allocate(context, pages=3, page_bytes=4096)
     assert [pool_id for pool_id, _ in stateless.by_id()] == [0, 2]
     stateless.close()
+
+
+@pytest.mark.parametrize(("limit", "found"), [("64", 64 - 40 + 25), ("120", 100), ("max", 100)])
+def test_files_that_are_not_in_use_are_available(tmp_path, monkeypatch, limit: str, found: int) -> None:
+    """In a container 30 GiB of checkpoint were just read."""
+    gib = 1 << 30
+    group = tmp_path / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {100 << 20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (group / "memory.max").write_text(f"{limit if limit == 'max' else int(limit) * gib}\n")
+    (group / "memory.current").write_text(f"{40 * gib}\n")
+    (group / "memory.stat").write_text(f"anon {10 * gib}\ninactive_file {25 * gib}\nactive_file {5 * gib}\n")
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert available_bytes() == found * gib

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrail.runtime.control.kept_connections import CallFailed, Reply
 from kvrail.runtime.vllm import peers as module
 from kvrail.runtime.vllm.counters import SplitCounters
 from kvrail.runtime.vllm.front_files import PeersFile, StatusFile
@@ -40,23 +40,27 @@ def card(**changes: Any) -> EngineCard:
 
 
 class Engines:
-    """Prefill engines by host, and what each answers to a call."""
+    """Prefill engines by host, and what each answers to a call; in place of KeptConnections."""
 
     def __init__(self) -> None:
         self.cards: dict[str, EngineCard | int] = {}
-        self.answer: Callable[[], httpx.Response] = lambda: httpx.Response(
-            200, content=msgspec.msgpack.encode(FirstToken(token=7, stopped=False))
+        self.answer: Callable[[], Reply] = lambda: Reply(
+            200, msgspec.msgpack.encode(FirstToken(token=7, stopped=False))
         )
         self.frozen = False
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        found = self.cards.get(request.url.host)
+    async def call(self, method: str, url: str, *, headers: Any, body: bytes = b"", timeout_s: Any) -> Reply:
+        host, _, path = url.removeprefix("http://").partition("/")
+        assert headers["Authorization"] == "Bearer token"
+        found = self.cards.get(host)
         if found is None:
-            raise httpx.ConnectError("nobody listens")
+            raise CallFailed("nobody listens")
         if isinstance(found, int):
-            return httpx.Response(found, json={"error": {"message": "the model is loading"}})
-        if request.url.path == CARD_ROUTE:
-            return httpx.Response(200, content=msgspec.msgpack.encode(found))
+            return Reply(found, b'{"error": {"message": "the model is loading"}}')
+        if f"/{path}" == CARD_ROUTE:
+            assert (method, timeout_s) == ("GET", 5.0)
+            return Reply(200, msgspec.msgpack.encode(found))
+        assert (method, msgspec.msgpack.decode(body, type=PrefillCall), timeout_s) == ("POST", _CALL, None)
         if self.frozen:
             await asyncio.Event().wait()
         return self.answer()
@@ -75,23 +79,22 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def watching(folder: Path, engines: Engines, *urls: str) -> AsyncIterator[PeerCalls]:
-    async with httpx.AsyncClient(transport=httpx.MockTransport(engines)) as client:
-        calls = PeerCalls(
-            urls or ("http://a",),
-            b"token",
-            client,
-            SplitCounters(CollectorRegistry()),
-            version="1",
-            model="m",
-            routing="least-loaded",
-            status_file=folder / "status.json",
-            peers_file=folder / "peers.json",
-        )
-        calls.start()
-        try:
-            yield calls
-        finally:
-            await calls.close()
+    calls = PeerCalls(
+        urls or ("http://a",),
+        b"token",
+        engines,  # type: ignore[arg-type]
+        SplitCounters(CollectorRegistry()),
+        version="1",
+        model="m",
+        routing="least-loaded",
+        status_file=folder / "status.json",
+        peers_file=folder / "peers.json",
+    )
+    calls.start()
+    try:
+        yield calls
+    finally:
+        await calls.close()
 
 
 def links(folder: Path, **states: str) -> None:
@@ -174,19 +177,20 @@ def test_full_engines_and_restarted_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (httpx.Response(429, json={"error": {"message": "full"}}), "HTTP 429: full"),
-        (httpx.Response(200, content=b"?"), "cannot be read"),
-        (httpx.ReadError("reset"), "ReadError reset"),
+        (Reply(429, b'{"error": {"message": "full"}}'), "HTTP 429: full"),
+        (Reply(500, b"\xff?"), "HTTP 500: \ufffd\\?"),
+        (Reply(200, b"?"), "cannot be read"),
+        (CallFailed("the connection broke: reset"), "http://a: the connection broke: reset"),
     ],
 )
-def test_calls_that_fail(answer: httpx.Response | httpx.HTTPError, said: str, tmp_path: Path) -> None:
+def test_calls_that_fail(answer: Reply | CallFailed, said: str, tmp_path: Path) -> None:
     async def test() -> None:
         engines = Engines()
         engines.cards["a"] = card()
         links(tmp_path, h1="up")
 
-        def reply() -> httpx.Response:
-            if isinstance(answer, httpx.HTTPError):
+        def reply() -> Reply:
+            if isinstance(answer, CallFailed):
                 raise answer
             return answer
 

@@ -150,7 +150,7 @@ def test_many_requests_and_clients_that_leave(pair: Router, vocabulary: list[int
         prompt = random_prompt(vocabulary, lengths[number], seed=50_000 + number)
         if number % 5:
             return ways[number % 2](prompt, 6)
-        name, after_s = ticket(), number % 50 / 25
+        name, after_s = ticket(), 0.01 + number % 50 / 25
         if number % 2:
             pair.ce.begin_and_leave([*prompt, 1], pair.into(name), after_s)
         else:

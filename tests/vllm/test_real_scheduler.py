@@ -47,7 +47,9 @@ TICKET = "ab" * 16
 class Engine:
     """vLLM's scheduler with our connector in it; the test is its worker."""
 
-    def __init__(self, model: Path, role: str, folder: Path, kind: type[Scheduler]) -> None:
+    def __init__(
+        self, model: Path, role: str, folder: Path, kind: type[Scheduler], policy: str = "fail"
+    ) -> None:
         extra: dict[str, Any] = {"runtime_dir": str(folder)}
         if role == "kv_consumer":
             extra["peers"] = ["127.0.0.1:14579"]
@@ -70,6 +72,7 @@ class Engine:
                 kv_connector_module_path="kvrail.runtime.vllm.connector",
                 kv_role=role,
                 kv_connector_extra_config=extra,
+                kv_load_failure_policy=policy,
             ),
         )
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -246,4 +249,40 @@ def test_a_load_that_failed_ends_its_request_and_its_blocks_wait_for_the_writer(
     step = engine.schedule()
     assert step.kv_connector_metadata.idle
     engine.answer(step, kv_connector_worker_meta=WorkerNews(quiet={"d/0"}))
+    assert engine.free() == before
+
+
+@pytest.mark.skipif(
+    not versions.tells_failed_requests(), reason="this vLLM knows failed loads by their blocks"
+)
+@pytest.mark.parametrize("token", [None, 777], ids=["first token lost", "first token known"])
+def test_a_load_that_failed_is_computed_in_other_blocks(
+    model: Path, tmp_path: Path, kind: type[Scheduler], token: int | None
+) -> None:
+    """And never with a placeholder in the prompt."""
+    engine = Engine(model, "kv_consumer", tmp_path, kind, "recompute")
+    before, prompt = engine.free(), list(range(100, 150))
+    params = {"do_remote_prefill": True, "ticket": TICKET, "remote_host": "127.0.0.1", "remote_port": 14579}
+    engine.add("e", [*prompt, 1], 2, params | {"first_token": "handoff"})
+    engine.answer(engine.schedule())
+    blocks = engine.blocks("e")
+    news = WorkerNews(tokens={} if token is None else {"e": token}, held={"e/0": blocks})
+    told: dict[str, Any] = {"failed_recving": {"e"}, "finished_recving": {"e"}}
+    assert engine.answer(engine.schedule(), **told, kv_connector_worker_meta=news) == []
+    outputs: list[Any] = []
+    computed = 0
+    for _ in range(6):
+        step = engine.schedule()
+        computed += step.num_scheduled_tokens.get("e", 0)
+        if step.num_scheduled_tokens:
+            assert not set(blocks) & set(engine.blocks("e"))
+        outputs += engine.answer(step, {"e": 40 + len(outputs)})
+    if token is None:
+        assert (computed, [str(one.finish_reason) for one in outputs]) == (0, ["error"])
+    else:
+        assert computed == 52
+        assert [one.new_token_ids for one in outputs] == [[40], [41]]
+    assert not engine.scheduler.has_unfinished_requests()
+    assert engine.free() == before - len(blocks)
+    engine.answer(engine.schedule(), kv_connector_worker_meta=WorkerNews(quiet={"e/0"}))
     assert engine.free() == before
