@@ -211,6 +211,10 @@ def _run(keep: bool, lane: str, question: str, dtype: str, device: str) -> None:
     logs = Path(tempfile.mkdtemp(prefix="kvrail-demo-logs-"))
     bars = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
+        # Logs stay for whoever has to find out why it failed, and not for who pressed ctrl-C.
+        stack.push(
+            lambda kind, *_: shutil.rmtree(logs, ignore_errors=True) if kind is KeyboardInterrupt else None
+        )
         with Progress(*bars, console=say, transient=True) as progress:
             model = fetch_model(progress)
             loading = progress.add_task("loading the model into a PE and a CE", total=None)
