@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import ssl
 import sys
 import time
 from datetime import UTC, datetime
@@ -98,8 +99,18 @@ def _facts(load: Load, rounds: int) -> dict[str, Any]:
 def _card(target: Target, model: str | None) -> dict[str, Any]:
     """The model that the server offers, or the one of this name."""
     try:
-        response = httpx.get(f"{target.url}/v1/models", headers=dict(target.headers), timeout=30)
-        response.raise_for_status()
+        # Without a proxy, as the requests that are measured.
+        response = httpx.get(
+            f"{target.url}/v1/models",
+            headers=dict(target.headers),
+            timeout=30,
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
+        if response.status_code != 200:
+            refuse(
+                "bench_serve", f"{target.url}/v1/models: HTTP {response.status_code}: {response.text[:300]}"
+            )
         cards: list[dict[str, Any]] = response.json()["data"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         refuse("bench_serve", f"cannot ask {target.url}/v1/models: {error}")
@@ -117,7 +128,12 @@ def _text_length(target: Target, prompts: Prompts) -> TextLength:
         what = {"messages": [{"role": "user", "content": text}]} if prompts.chat else {"prompt": text}
         body = {"model": prompts.model, "max_tokens": 1, **what}
         response = httpx.post(
-            f"{target.url}{prompts.path}", json=body, headers=dict(target.headers), timeout=600
+            f"{target.url}{prompts.path}",
+            json=body,
+            headers=dict(target.headers),
+            timeout=600,
+            trust_env=False,
+            verify=ssl.create_default_context(),
         )
         if response.status_code != 200:
             refuse(

@@ -13,6 +13,7 @@ import itertools
 import random
 import re
 import secrets
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -21,7 +22,8 @@ import httpx
 import typer
 from rich.console import Console
 
-from kvrail.frontend.two_servers import ask, split_card
+from kvrail.frontend.asking import ask, asker
+from kvrail.frontend.two_servers import split_card
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -149,10 +151,12 @@ async def check(
     report = Report()
     # Of its own: what the CE still has from an earlier round would not be pushed again.
     salt = secrets.token_hex(8)
-    limits = httpx.Limits(max_connections=concurrency + 2)
+    settings: dict[str, Any] = {"timeout": 300, "headers": headers, "trust_env": False}
+    settings["verify"] = ssl.create_default_context()
+    settings["limits"] = httpx.Limits(max_connections=concurrency + 2)
     async with (
-        httpx.AsyncClient(base_url=ref_url, timeout=300, headers=headers, limits=limits) as ref,
-        httpx.AsyncClient(base_url=split_url, timeout=300, headers=headers, limits=limits) as split,
+        httpx.AsyncClient(base_url=ref_url, **settings) as ref,
+        httpx.AsyncClient(base_url=split_url, **settings) as split,
     ):
         before = await pages_received(split, expect_lane)
         gate = asyncio.Semaphore(concurrency)
@@ -206,6 +210,16 @@ async def check(
     return report
 
 
+def _rounds(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"--concurrency {text}: requests at once, such as 1,8")
+    return found
+
+
 def main(
     ref: Annotated[str, typer.Option(help="URL of a single engine")],
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
@@ -223,15 +237,16 @@ def main(
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:
     """Compare a split with a single engine, token for token. Exits 0 only when all answers are equal and remote."""
+    rounds = _rounds(concurrency)
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(timeout=30, headers=headers) as client:
+    with asker(headers) as client:
         card = split_card("check_identity", client, ref, split)
         lanes = ask("check_identity", client, f"{split}/lanes")
         page_tokens, window = lanes["page_tokens"], lanes["window"]
     longest = int(card["max_model_len"]) - max_tokens
     good = True
-    for wide in (int(part) for part in concurrency.split(",")):
+    for wide in rounds:
         say.print(f"concurrency {wide}:")
         report = asyncio.run(
             check(

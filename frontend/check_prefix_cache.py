@@ -14,7 +14,9 @@ from typing import Annotated
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from kvrail.frontend.asking import cache_page_tokens
 from kvrail.frontend.conversations import Conversation, Turn, take_turn
 
 __all__ = ["Report", "check", "main"]
@@ -66,6 +68,7 @@ async def check(
                 f"without the cache {plain.first_token_s:.3f} s "
                 f"({cached.first_token_s / max(plain.first_token_s, 1e-9):.0%})",
                 highlight=False,
+                soft_wrap=True,
             )
             talk.answered(cached.text)
     return report
@@ -104,12 +107,7 @@ def main(
     """Compare cached with uncached answers, turn by turn. Exits 0 only when all are equal and later turns hit."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        answer = httpx.get(f"{url}/cache", timeout=30, headers=headers, trust_env=False)
-        page_tokens = int(answer.raise_for_status().json()["page_tokens"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        Console(stderr=True).print(f"[bold red]check_prefix_cache:[/] cannot ask {url}/cache: {error}")
-        raise typer.Exit(2) from None
+    page_tokens = cache_page_tokens("check_prefix_cache", url, headers)
     report = asyncio.run(
         check(
             url,
@@ -124,7 +122,7 @@ def main(
         )
     )
     for line in report.problems:
-        say.print(f"  [red]{line}[/]", highlight=False)
+        say.print(f"  [red]{escape(line)}[/]", highlight=False, soft_wrap=True)
     differ = any("differ" in line for line in report.problems)
     good = report.good or (
         dtype != "float32" and differ and all("differ" in line for line in report.problems)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import ssl
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from kvrail.frontend.asking import ask, asker
 from kvrail.frontend.check_identity import check
 from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.request import Target, post
 from kvrail.frontend.refusing import refuse
-from kvrail.frontend.two_servers import ask, split_card
+from kvrail.frontend.two_servers import split_card
 
 __all__ = ["HELD", "StormReport", "main", "storm"]
 
@@ -119,7 +121,9 @@ async def storm(
     report = StormReport()
     draw = random.Random(seed)
     prompts, target = Prompts(model, (300, 2000), seed), Target(split, tuple(headers.items()))
-    async with httpx.AsyncClient(timeout=30, headers=headers) as client:
+    async with httpx.AsyncClient(
+        timeout=30, headers=headers, trust_env=False, verify=ssl.create_default_context()
+    ) as client:
         before = await _metrics(client, split)
         gate = asyncio.Semaphore(concurrency)
 
@@ -216,7 +220,7 @@ def main(
     """Cut many requests at random moments, then compare as many. Exits 0 only when all is right and nothing is held."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(timeout=30, headers=headers) as client:
+    with asker(headers) as client:
         card = split_card("check_storm", client, ref, split)
         links = ask("check_storm", client, f"{split}/lanes")["links"]
     pes = sorted({link["peer_url"] for link in links if link["state"] == "up" and link["peer_url"]})

@@ -95,8 +95,8 @@ def request_id(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
-def install_error_bodies(app: FastAPI) -> None:
-    """Answer every failure of `app` with an OpenAI error body."""
+def install_error_bodies(app: FastAPI, *, for_clients: bool = True) -> None:
+    """Answer every failure of `app` with an OpenAI error body. Not `for_clients`: it is a prefill engine's."""
 
     async def fault(request: Request, error: Exception) -> Response:
         assert isinstance(error, RuntimeFault)
@@ -113,6 +113,8 @@ def install_error_bodies(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message.lower()}"
+            if not for_clients and (request.url.path == "/" or request.url.path.startswith("/v1/")):
+                message += "; this is a prefill engine: ask its completion engine (--role ce)"
         body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         return json_response(body, error.status_code, dict(error.headers or {}))
 

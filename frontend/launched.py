@@ -87,8 +87,15 @@ class Launched:
         """Return when it is ready; raises LaunchFailed when it has ended, or at `deadline` (time.monotonic)."""
         while not self.ready():
             if time.monotonic() > deadline:
-                raise self.failed("did not become ready")
+                raise self.failed(f"did not become ready in time ({self._reasons()})")
             time.sleep(0.2)
+
+    def _reasons(self) -> str:
+        """What the role itself says about why it is not ready."""
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=2, trust_env=False).text[:300]
+        except httpx.HTTPError as error:
+            return f"{self.url}/ready: {type(error).__name__}"
 
     def failed(self, what: str) -> LaunchFailed:
         """The error to raise, with the end of this role's log."""

@@ -12,7 +12,9 @@ from typing import Annotated
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from kvrail.frontend.asking import cache_page_tokens
 from kvrail.frontend.conversations import Conversation, Turn, take_turn
 
 __all__ = ["main", "plot", "replay"]
@@ -129,6 +131,8 @@ def main(
     """Replay growing conversations, each turn without and with the prefix cache."""
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # First of all: asked side by side, what cannot answer would fail as often.
+    cache_page_tokens("replay_conversations", url, headers)
     try:
         runs = asyncio.run(
             replay(
@@ -145,7 +149,9 @@ def main(
             )
         )
     except (httpx.HTTPError, RuntimeError) as error:
-        Console(stderr=True).print(f"[bold red]replay:[/] {error!r}")
+        Console(stderr=True).print(
+            f"[bold red]replay_conversations:[/] {escape(repr(error))}", highlight=False, soft_wrap=True
+        )
         raise typer.Exit(1) from None
     without, cached = ([[1e3 * t.first_token_s for t in turn] for turn in run] for run in runs)
     hits = [sum(t.cached_tokens for t in turn) / sum(t.prompt_tokens for t in turn) for turn in runs[1]]

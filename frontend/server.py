@@ -106,7 +106,7 @@ def bare_app(config: LaunchConfig) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
         )
-    install_error_bodies(app)
+    install_error_bodies(app, for_clients=config.role != "pe")
     return app
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 
+from kvrail.frontend.asking import ask
 from kvrail.frontend.refusing import refuse
 
-__all__ = ["ask", "split_card"]
+__all__ = ["split_card"]
 
 
 def split_card(tool: str, client: httpx.Client, ref: str, split: str) -> dict[str, Any]:
@@ -29,17 +30,6 @@ def split_card(tool: str, client: httpx.Client, ref: str, split: str) -> dict[st
     if card["max_model_len"] is None:
         refuse(tool, f"{split} is still loading its model")
     return card
-
-
-def ask(tool: str, client: httpx.Client, url: str) -> dict[str, Any]:
-    """The JSON object at `url`, or the end of the program `tool`."""
-    try:
-        response = client.get(url)
-        response.raise_for_status()
-        body: dict[str, Any] = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        refuse(tool, f"cannot ask {url}: {error}")
-    return body
 
 
 def _card(tool: str, client: httpx.Client, url: str) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def _check_kv_host(host: str) -> None:
             f"--kv-host {host}: {error}; give an address or interface of this machine"
         ) from None
     for family, kind, protocol, _, address in found:
+        if address[0] in ("0.0.0.0", "::"):
+            continue  # Any of them, which can be bound, and is not where the other side would find pages.
         # The kernel may lack a family of which a name has addresses, as IPv6.
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from kvrail.transfer.link_events import (
     LinkRefusal,
     LinkUp,
     Received,
+    Way,
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.native_writers import NativeWriters
@@ -244,9 +245,10 @@ class Pushing:
         if ready <= start:
             return ""
         theirs, layout = self._links.peer_units(key), self._layout
+        last = int(targets.max())
         for (pool_id, _), part in zip(self._pools.page_pools(), self._geometry.ranges, strict=True):
-            if int(targets.max()) >= theirs[pool_id] // part.tensors:
-                return f"the grant names block {targets.max()}, which the completion engine does not have"
+            if last >= theirs[pool_id] // part.tensors:
+                return f"the grant names block {last}, which the completion engine does not have"
         count = len(targets) if ready >= end else layout.whole_pages(ready - start)
         first = layout.whole_pages(start)
         source = np.array(request.pages[first : first + count], dtype=np.uint32)
@@ -325,11 +327,17 @@ class Pushing:
         if not len(target):
             return
         units, planner, geometry = self._links.peer_units(key), self._planners.get(key), self._geometry
+        # Where each layer has an allocation of its own, as on GPUs, all ranges have one shape, and so the same units.
+        made: dict[tuple[int, int], tuple[_U32, _U32, Way | Literal[""]]] = {}
         for (pool_id, pool), part in zip(self._pools.page_pools(), geometry.ranges, strict=True):
-            here = geometry.units(source, part.tensors, geometry.blocks)
-            there = geometry.units(target, part.tensors, units[pool_id] // part.tensors)
-            nbytes = len(here) * geometry.unit_bytes
-            way = planner.choose(nbytes, count_runs(here, there)) if planner else None
-            writer.push(pool_id, pool.address, here, there, after=after, way=way or "")
-            self.counters["bytes"] += nbytes
+            shape = part.tensors, units[pool_id] // part.tensors
+            if shape not in made:
+                here = geometry.units(source, part.tensors, geometry.blocks)
+                there = geometry.units(target, *shape)
+                nbytes = len(here) * geometry.unit_bytes
+                way = planner.choose(nbytes, count_runs(here, there)) if planner else None
+                made[shape] = here, there, way or ""
+            here, there, chosen = made[shape]
+            writer.push(pool_id, pool.address, here, there, after=after, way=chosen)
+            self.counters["bytes"] += len(here) * geometry.unit_bytes
         self.counters["blocks"] += len(target)

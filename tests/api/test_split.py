@@ -330,7 +330,9 @@ def test_what_a_prefill_engine_refuses(stand: Any) -> None:
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["type"] == "rate_limit_error"
     # The OpenAI routes are not here.
-    assert pe.client.post(CHAT, json=ASK).status_code == 404
+    lost = pe.client.post(CHAT, json=ASK)
+    assert lost.status_code == 404
+    assert "ask its completion engine" in lost.json()["error"]["message"]
 
 
 def test_internal_routes_need_the_cluster_token(stand: Any) -> None:

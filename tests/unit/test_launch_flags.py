@@ -232,6 +232,8 @@ def test_compiled_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatc
         # Of a net for documentation: no machine has it.
         ({"token_file": "t", "kv_host": "198.51.100.7"}, "--kv-host 198.51.100.7: no network interface"),
         ({"token_file": "t", "kv_host": "no..host"}, "--kv-host no..host: "),
+        ({"token_file": "t", "kv_host": "0.0.0.0"}, "--kv-host 0.0.0.0: no network interface"),
+        ({"token_file": "t", "kv_host": "::"}, "--kv-host ::: no network interface"),
     ],
 )
 def test_what_this_machine_lacks(asked: dict[str, Any], said: str) -> None:
