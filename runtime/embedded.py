@@ -39,8 +39,7 @@ _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
 # The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
-# this many tokens: so short a step is one launch on a GPU (step_graphs.py), where its own launches cost more than its
-# pages take over a quick link.
+# this many tokens: so short a step is one launch on a GPU (step_graphs.py), and its pages are soon over.
 _TAIL_SHARE = 4
 _TAIL_TOKENS = 512
 # How long a step that can do nothing else waits for a copy.

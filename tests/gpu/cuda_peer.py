@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import time
 from pathlib import Path
@@ -94,8 +93,6 @@ class CudaPeer(NativeEvents):
     def close(self) -> None:
         """Everything, in the order that the layers ask for."""
         self.link.close()
-        # Tensors of a test that viewed the pool may be waiting for the collector.
-        gc.collect()
         self.pool.close()
         self.host.close()
         self.reactor.close()
