@@ -133,7 +133,15 @@ async def _application(
             app.include_router(desk.routes())
         else:
             if config.role == "ce":
-                peers = PeerWatcher(config.pe_url, token, ranks, connections, admission.at_peer)
+                peers = PeerWatcher(
+                    config.pe_url,
+                    token,
+                    ranks,
+                    connections,
+                    admission.at_peer,
+                    # As long as the tickets of requests that are under way wait for it.
+                    patience_s=config.ticket_ttl_s,
+                )
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
