@@ -91,9 +91,10 @@ def _push(rows: Sequence[Row], settings: Settings, device: str) -> str:
 
 
 def _by_way(link: Mapping[str, Any]) -> str:
-    """Which way the bytes took, where the lane has several."""
+    """Which way the bytes took, where the name of the lane does not say it."""
     whole = sum(link["by_way"].values())
-    shares = [f"{way} {100 * carried / whole:.0f} %" for way, carried in link["by_way"].items() if whole]
+    ways = {way: carried for way, carried in link["by_way"].items() if way not in link["lane"] and whole}
+    shares = [f"{way} {100 * carried / whole:.0f} %" for way, carried in ways.items()]
     return f" ({', '.join(shares)})" if shares else ""
 
 

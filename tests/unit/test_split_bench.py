@@ -16,7 +16,7 @@ from kvrail.frontend.split_bench.report import markdown
 from kvrail.frontend.split_bench.runner import Settings, in_turn, was_cut
 from kvrail.frontend.split_bench.watch import Carried, Link, Links, added
 
-LINK = Link(0, 0, "peer/cuda_ipc kernel", "cuda", 200.0, "", 0, 0, 0, 0)
+LINK = Link(0, 0, "peer/cuda_ipc", "cuda", 200.0, "", 0, 0, 0, 0)
 
 
 def link(pe: int, ce: int, **counted: Any) -> Link:
