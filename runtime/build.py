@@ -49,7 +49,7 @@ class BuiltRank:
     """A rank that is ready to serve."""
 
     role: Completion | Prefilling
-    links_fd: int | None
+    wake_fds: tuple[int, ...]
     poll_links: Callable[[float], list[LinkEvent]] | None
     address: PeerAddress
     pages: int
@@ -150,10 +150,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         role, queue_limit = _role(
             config, incarnation, spec.rank, engine, pool, pools, links, send, host_cache
         )
+        wake_fds = [] if links is None else [links.fileno()]
+        if isinstance(role, Completion):
+            stack.callback(role.close)
+            wake_fds.append(role.wake_fd)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
             role=role,
-            links_fd=links.fileno() if links is not None else None,
+            wake_fds=tuple(wake_fds),
             poll_links=links.poll if links is not None else None,
             address=links.address
             if links is not None and accepts

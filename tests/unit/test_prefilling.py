@@ -162,7 +162,7 @@ def test_tickets_outlive_a_step_longer_than_their_ttl(monkeypatch: pytest.Monkey
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as socket:
         front = Front(socket, "inproc://nobody")
         # The CE has renewed the ticket all the while; that is heard when the step is over.
-        Loop(front, bench.role, None, lambda now: heard.pop(0))._turn()
+        Loop(front, bench.role, (), lambda now: heard.pop(0))._turn()
     (writer,) = bench.writers
     assert (writer.pushed, writer.rung, writer.ttl_s) == (2, True, TTL_S)
     bench.role.tick(clock[0])
