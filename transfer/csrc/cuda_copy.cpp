@@ -49,7 +49,8 @@ const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::sh
       launch_copies(*batch, slice);
     events_[place].record(stream_.handle());
   } catch (const CudaError&) {
-    // Some of its copies may be under way without an event.
+    // Some of its copies may be under way without an event, and so may its index arrays.
+    (void)device_->driver().stream_synchronize(uploads_.handle());
     (void)device_->driver().stream_synchronize(stream_.handle());
     throw;
   }
