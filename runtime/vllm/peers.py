@@ -15,9 +15,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -44,14 +44,14 @@ class PrefillRefused(Exception):
     """A prefill engine did not answer a call with a token. The text says why."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A prefill engine as a request goes to it: its front's URL, and where its connector listens."""
+class Peer(NamedTuple):
+    """A prefill engine as a request goes to it: its front's URL, where its connector listens, its port for calls."""
 
     key: PeerKey
     url: str
     host: str
     port: int
+    call_port: int
 
 
 class PeerCalls:
@@ -135,8 +135,9 @@ class PeerCalls:
             return None
         if route is None or route.peer is None:
             return None
-        host, _, port = self._cards[route.peer.url].address.rpartition(":")
-        return Peer(route.peer.key, route.peer.url, host.strip("[]"), int(port))
+        card = self._cards[route.peer.url]
+        host, _, port = card.address.rpartition(":")
+        return Peer(route.peer.key, route.peer.url, host.strip("[]"), int(port), card.call_port)
 
     async def prefill(self, peer: Peer, call: PrefillCall) -> FirstToken:
         """Token 1. Cancelling it ends the prefill there. Raises PrefillRefused."""
@@ -149,10 +150,12 @@ class PeerCalls:
             # It takes as long as the prompt takes: the link says whether anyone works.
             reply = await self._connections.call(
                 "POST",
-                f"{peer.url}{PREFILL_ROUTE}",
+                _call_url(peer),
                 headers={**self._headers, "Content-Type": "application/msgpack"},
                 body=msgspec.msgpack.encode(call),
                 timeout_s=None,
+                # It has the certificate of its front, at an address that is not in there.
+                tls_name=urlsplit(peer.url).hostname if peer.url.startswith("https:") else None,
             )
             if not reply.ok:
                 self._counters.calls.labels("refused").inc()
@@ -258,6 +261,11 @@ class PeerCalls:
 
 def _key(card: EngineCard) -> PeerKey:
     return (bytes.fromhex(card.incarnation), 0)
+
+
+def _call_url(peer: Peer) -> str:
+    host = f"[{peer.host}]" if ":" in peer.host else peer.host
+    return f"{urlsplit(peer.url).scheme}://{host}:{peer.call_port}{PREFILL_ROUTE}"
 
 
 def _said(reply: Reply) -> str:

@@ -20,7 +20,7 @@ from kvrail.runtime.vllm import peers as module
 from kvrail.runtime.vllm.counters import SplitCounters
 from kvrail.runtime.vllm.front_files import PeersFile, StatusFile
 from kvrail.runtime.vllm.peers import PeerCalls, PrefillRefused
-from kvrail.runtime.vllm.spec import CARD_ROUTE, EngineCard, FirstToken, PrefillCall
+from kvrail.runtime.vllm.spec import CARD_ROUTE, PREFILL_ROUTE, EngineCard, FirstToken, PrefillCall
 from kvrail.transfer.link_events import LinkDown, LinkKey, LinkRefusal
 
 _CALL = PrefillCall(version="1", model="m", ticket=b"t" * 16, tokens=b"\0" * 4, sampling=b"")
@@ -31,6 +31,7 @@ def card(**changes: Any) -> EngineCard:
         "version": "1",
         "model": "m",
         "address": "10.0.0.1:4000",
+        "call_port": 4001,
         "incarnation": "ab",
         "max_model_len": 9,
         "load": 0,
@@ -49,21 +50,36 @@ class Engines:
         )
         self.frozen = False
 
-    async def call(self, method: str, url: str, *, headers: Any, body: bytes = b"", timeout_s: Any) -> Reply:
-        host, _, path = url.removeprefix("http://").partition("/")
+    async def call(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Any,
+        body: bytes = b"",
+        timeout_s: Any,
+        tls_name: str | None = None,
+    ) -> Reply:
+        scheme, _, rest = url.partition("://")
+        host, _, path = rest.partition("/")
         assert headers["Authorization"] == "Bearer token"
+        if f"/{path}" == PREFILL_ROUTE:
+            assert (method, msgspec.msgpack.decode(body, type=PrefillCall), timeout_s) == (
+                "POST",
+                _CALL,
+                None,
+            )
+            assert (host, tls_name) == ("10.0.0.1:4001", "a" if scheme == "https" else None)
+            if self.frozen:
+                await asyncio.Event().wait()
+            return self.answer()
         found = self.cards.get(host)
         if found is None:
             raise CallFailed("nobody listens")
         if isinstance(found, int):
             return Reply(found, b'{"error": {"message": "the model is loading"}}')
-        if f"/{path}" == CARD_ROUTE:
-            assert (method, timeout_s) == ("GET", 5.0)
-            return Reply(200, msgspec.msgpack.encode(found))
-        assert (method, msgspec.msgpack.decode(body, type=PrefillCall), timeout_s) == ("POST", _CALL, None)
-        if self.frozen:
-            await asyncio.Event().wait()
-        return self.answer()
+        assert (f"/{path}", method, timeout_s) == (CARD_ROUTE, "GET", 5.0)
+        return Reply(200, msgspec.msgpack.encode(found))
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +128,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_prompt_goes_only_where_the_link_is_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_prompt_goes_only_where_the_link_is_up(scheme: str, tmp_path: Path) -> None:
     async def test() -> None:
         engines = Engines()
         engines.cards["a"] = card()
-        async with watching(tmp_path, engines, "http://a/") as calls:
+        async with watching(tmp_path, engines, f"{scheme}://a/") as calls:
             await until(lambda: "link is connecting" in calls.states[0].trouble)
             assert calls.choose(b"x") is None
             assert json.loads((tmp_path / "peers.json").read_text()) == ["10.0.0.1:4000"]
@@ -124,7 +141,7 @@ def test_a_prompt_goes_only_where_the_link_is_up(tmp_path: Path) -> None:
             await until(lambda: calls.states[0].trouble == "")
             peer = calls.choose(b"x")
             assert peer is not None
-            assert (peer.url, peer.host, peer.port) == ("http://a", "10.0.0.1", 4000)
+            assert peer[1:] == (f"{scheme}://a", "10.0.0.1", 4000, 4001)
             assert (await calls.prefill(peer, _CALL)).token == 7
             links(tmp_path, h1="down")
             await until(lambda: calls.choose(b"x") is None)
