@@ -51,6 +51,8 @@ class CallServer:
         server = uvicorn.Server(
             uvicorn.Config(
                 self,
+                interface="asgi3",
+                proxy_headers=False,
                 lifespan="off",
                 ws="none",
                 log_config=None,
