@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from kvrail.frontend.upstream import Upstream
 from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
+from kvrail.runtime.control.upstream import Upstream
 from kvrail.runtime.vllm.spec import STATE_ROUTE, ServerState
 
 __all__ = ["VllmLink"]

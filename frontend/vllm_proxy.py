@@ -20,11 +20,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvrail.frontend.envelope import Unauthorized, error_body, request_id, until_disconnect
-from kvrail.frontend.upstream import Answer, Header, UpstreamLost
 from kvrail.frontend.vllm_counts import ProxyCounts
 from kvrail.frontend.vllm_link import VllmLink
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.upstream import Answer, Header, UpstreamLost
 from kvrail.runtime.errors import (
     Cancelled,
     EngineFailed,

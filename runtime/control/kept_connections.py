@@ -67,11 +67,8 @@ class KeptConnections:
         body: bytes = b"",
         timeout_s: float | None,
         connect_s: float = 3.0,
-        tls_name: str | None = None,
     ) -> Reply:
         """One request and its answer, within `timeout_s` in all (None: as long as it takes).
-
-        `tls_name`: what an https peer must prove to be, when not the host of the URL.
 
         Raises CallFailed; cancelled, it hangs up.
         """
@@ -84,7 +81,6 @@ class KeptConnections:
                 headers=headers,
                 timeout=limits,
                 allow_redirects=False,
-                server_hostname=tls_name,
             ) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():

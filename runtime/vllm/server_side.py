@@ -52,11 +52,12 @@ class ServerSide:
 
     def _split(self, tap: CoreTap, config: Any) -> None:
         spec = self._spec
-        connections = KeptConnections(ssl.create_default_context(cafile=spec.ssl_ca_certs))
+        trust = ssl.create_default_context(cafile=spec.ssl_ca_certs)
         self._peers = PeerCalls(
             spec.pe_urls,
             spec.token,
-            connections,
+            KeptConnections(trust),
+            trust,
             self.counters,
             version=self._version,
             model=self._model,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrail.frontend.upstream import Answer, Upstream, UpstreamLost
+from kvrail.runtime.control.upstream import Answer, Upstream, UpstreamLost
 
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-A: 1\r\n\r\nok"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -83,7 +83,7 @@ def test_one_connection_for_many(tmp_path: Path) -> None:
             assert await answer.piece() == b"", "and again"
             answer = await ask(upstream, None)
             assert (answer.status, await rest(answer)) == (201, b"abc")
-            head = b"POST /a?b=%20 HTTP/1.1\r\nhost: vllm\r\nx-name: \xfc\r\n"
+            head = b"POST /a?b=%20 HTTP/1.1\r\nhost: engine\r\nx-name: \xfc\r\n"
             assert server.requests == [head + b"content-length: 3\r\n\r\nabc", head + b"\r\n"]
             answer.close()
             assert (await rest(await ask(upstream))) == b"ok"

@@ -29,6 +29,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from kvrail.runtime.control.auth import bearer_header
 from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
+from kvrail.runtime.control.upstream import Upstream
 from kvrail.runtime.vllm import call_server, server_side
 from kvrail.runtime.vllm.call_server import CallServer
 from kvrail.runtime.vllm.compat import outputs_of
@@ -229,6 +230,10 @@ def test_tls(tmp_path: Path) -> None:
         async with serving(trust, **files) as engine:
             with pytest.raises(CallFailed, match="certificate"):
                 await engine.ask(engine.call())
-            assert (await engine.ask(b"?", tls_name="pe.example")).status == 400
+            to = Upstream(("127.0.0.1", int(engine.url.rpartition(":")[2])), tls=(trust, "pe.example"))
+            headers = [(b"authorization", b"Bearer " + TOKEN)]
+            answer = await to.ask(b"POST", PREFILL_ROUTE.encode(), headers, b"?")
+            assert (answer.status, b"no PrefillCall" in await answer.whole(1000)) == (400, True)
+            to.close()
 
     asyncio.run(test())

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to the one server behind a Unix socket, of which nothing is read but where an answer begins and ends.
+"""HTTP to one server, of which nothing is read but where an answer begins and ends.
 
-Every token of every answer comes this way, and every first token waits for it twice. So requests and answers are
-bytes here: a client library that makes objects of them takes longer than all the rest of the front.
+It is for the ways that every first token goes: from a front to its vLLM server, with all other tokens, and from there
+to a prefill engine. Requests and answers are bytes here: a client library that makes objects of them takes longer than
+all the rest of such a way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -17,7 +19,7 @@ import httptools
 __all__ = ["Answer", "Header", "Upstream", "UpstreamLost"]
 
 Header = tuple[bytes, bytes]
-_CONNECT_S = 5.0
+_CONNECT_S = 3.0
 # Of one answer that its client does not take; then the server has to wait.
 _UNREAD_BYTES = 1 << 18
 
@@ -27,13 +29,21 @@ class UpstreamLost(Exception):
 
 
 class Upstream:
-    """Connections to the server at `socket`, used again for `idle_s` seconds: less than the server keeps its own.
+    """Connections to the server at `to` (a Unix socket, or host and port), used again for `idle_s` seconds.
 
-    To be used and closed in one event loop.
+    That is less than the server keeps its own. `tls`: whom we trust, and the name that it must prove. To be used and
+    closed in one event loop.
     """
 
-    def __init__(self, socket: Path, *, idle_s: float = 4.0) -> None:
-        self._socket = str(socket)
+    def __init__(
+        self,
+        to: Path | tuple[str, int],
+        *,
+        tls: tuple[ssl.SSLContext, str] | None = None,
+        idle_s: float = 4.0,
+    ) -> None:
+        self._to = to
+        self._tls = tls
         self._idle_s = idle_s
         self._kept: list[_Connection] = []
 
@@ -45,7 +55,7 @@ class Upstream:
         Neither HEAD nor an upgrade. Nothing is sent twice. Raises UpstreamLost; cancelled, it hangs up.
         """
         connection = self._kept.pop() if self._kept else await self._connect()
-        head = [method, b" ", target, b" HTTP/1.1\r\nhost: vllm\r\n"]
+        head = [method, b" ", target, b" HTTP/1.1\r\nhost: engine\r\n"]
         for name, value in headers:
             head += (name, b": ", value, b"\r\n")
         if body is not None:
@@ -64,14 +74,20 @@ class Upstream:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+        connection = _Connection(self._kept, self._idle_s)
         try:
             async with asyncio.timeout(_CONNECT_S):
-                _, connection = await loop.create_unix_connection(
-                    lambda: _Connection(self._kept, self._idle_s), self._socket
-                )
+                if isinstance(self._to, Path):
+                    await loop.create_unix_connection(lambda: connection, str(self._to))
+                else:
+                    host, port = self._to
+                    trust, name = self._tls or (None, None)
+                    await loop.create_connection(
+                        lambda: connection, host, port, ssl=trust, server_hostname=name
+                    )
         except TimeoutError:
             raise UpstreamLost(f"no connection within {_CONNECT_S:g} s") from None
-        except OSError as error:
+        except OSError as error:  # Among them what is wrong with a certificate.
             raise UpstreamLost(f"no connection: {error.strerror or error}") from None
         return connection
 
@@ -95,6 +111,15 @@ class Answer:
                 raise UpstreamLost("it hung up before it answered")
             await self._change()
         return self
+
+    async def whole(self, limit: int) -> bytes:
+        """All of the body. Raises UpstreamLost, also when it has more than `limit` bytes."""
+        parts = []
+        while piece := await self.piece():
+            parts.append(piece)
+            if (limit := limit - len(piece)) < 0:
+                raise UpstreamLost("its answer is too large")
+        return b"".join(parts)
 
     async def piece(self) -> bytes:
         """All of the body that is here and was not given yet, at least a byte; b"" at its end. Raises UpstreamLost."""
