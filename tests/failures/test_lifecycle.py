@@ -196,6 +196,16 @@ def test_stopped_while_streaming_and_while_loading(start, folder: Path) -> None:
         assert not any(path.exists() for path in each.folders)
 
 
+def test_a_stop_that_reaches_the_whole_group_is_no_alarm(start) -> None:  # type: ignore[no-untyped-def]
+    """As systemd stops a service: the ranks hear of it from elsewhere, and are gone before the front has stopped."""
+    server = start("single").wait_ready()
+    traces = Traces(server)
+    since = time.monotonic()
+    os.killpg(server.process.pid, signal.SIGTERM)
+    traces.check_gone(since)
+    assert " WARNING " not in server.tail()
+
+
 def test_a_test_run_that_is_killed_leaves_no_role_behind(folder: Path) -> None:
     """Whoever started it cannot stop it any more."""
     run = (

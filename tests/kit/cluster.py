@@ -44,7 +44,7 @@ def wait_until(holds: Callable[[], bool], within_s: float, what: str, *servers: 
 
 
 class Server:
-    """One role: the front process and its ranks, in a session of their own. It ends with the test run, however that does."""
+    """One role: the front process and its ranks, in a session of their own. However the test run ends, it does, too."""
 
     def __init__(
         self,
