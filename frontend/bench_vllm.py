@@ -41,9 +41,10 @@ from kvrail.frontend.refusing import refuse
 
 __all__ = ["main"]
 
-# Of the whole run: no round begins after the second, and the first is for starting.
-_START_S, _ROUNDS_UNTIL_S = 420.0, 600.0
-_ANSWER_S = 60.0
+# Of the whole run: engines have started by the first, and no load begins after the second.
+_START_S, _LOADS_UNTIL_S = 420.0, 600.0
+# At most: one answer, and all that begins of one load.
+_ANSWER_S, _LOAD_S = 60.0, 20.0
 # vLLM's processes wait for each other without sleeping for a second after each message. That of the pair that was asked
 # before is over by then.
 _SETTLE_S = 1.2
@@ -59,12 +60,14 @@ class _Side:
         ]
         self.firsts: list[list[float]] = [[] for _ in loads]
 
-    def turn(self, loads: Sequence[tuple[str, Load]], prompts: Prompts, first: int) -> None:
-        """Ask it all loads once; no number of a prompt is used twice."""
+    def turn(self, loads: Sequence[tuple[str, Load]], prompts: Prompts, first: int, until: float) -> bool:
+        """Ask it all loads once; no number of a prompt is used twice. False when `until` came first."""
         with self.pair.awake():
             time.sleep(_SETTLE_S)
             target = Target(self.pair.url)
             for at, (_, load) in enumerate(loads):
+                if time.monotonic() > until:
+                    return False
                 number = first + 1000 * at
                 # What comes first after a pause, or first of all, is not what is measured.
                 asyncio.run(run_load(replace(load, requests=1, concurrency=1), target, prompts, number + 999))
@@ -72,6 +75,7 @@ class _Side:
                 self.cells[at].add(turn)
                 good = [trace.first_s for trace in map(read, turn.recordings) if not trace.error]
                 self.firsts[at].append(1e3 * float(np.median(good)) if good else float("nan"))
+            return True
 
 
 def main(
@@ -83,7 +87,7 @@ def main(
         str, typer.Option("--in", help="tokens of a prompt; several: a load each")
     ] = "128,500,1500",
     tokens_out: Annotated[int, typer.Option("--out", min=2, help="tokens of an answer")] = 24,
-    requests: Annotated[int, typer.Option(min=1, help="requests of each load, pair and round")] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="requests of each load, pair and round")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="how often the pairs are asked in turns")] = 12,
     clients: Annotated[
         int, typer.Option(min=1, help="also so many clients at a time, with the middle one of the lengths")
@@ -166,7 +170,7 @@ def main(
 
 def _loads(lengths: Sequence[int], tokens_out: int, requests: int, clients: int) -> list[tuple[str, Load]]:
     loads = [
-        (f"{length:,} in", Load(length, tokens_out, requests=requests, within_s=_ANSWER_S))
+        (f"{length:,} in", Load(length, tokens_out, requests=requests, seconds=_LOAD_S, within_s=_ANSWER_S))
         for length in lengths
     ]
     if clients > 1:
@@ -187,11 +191,10 @@ def _rounds(
     """Ask the pairs in turns; says why there were fewer rounds than wanted, or ""."""
     prompts = Prompts(NAME, (300, 2000), 0)
     for number in range(rounds):
-        if time.monotonic() - started > _ROUNDS_UNTIL_S:
-            return f"; stopped after {number} of {rounds} rounds, for time"
         # Who begins changes, so that neither always comes second. The prompts are the same for both.
         for side in sides if number % 2 == 0 else reversed(sides):
-            side.turn(loads, prompts, 1_000_000 * (1 + number))
+            if not side.turn(loads, prompts, 1_000_000 * (1 + number), started + _LOADS_UNTIL_S):
+                return f"; stopped after {number} of {rounds} rounds, for time"
         busy.append(os.getloadavg()[0])
         found = "; ".join(
             f"{what}: " + ", ".join(f"{side.name} {side.firsts[at][-1]:,.1f}" for side in sides)
@@ -213,7 +216,7 @@ def _stop(pair: Pair) -> None:
 
 def _by_pairs(what: str, theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Of the medians of each round: how much later kvrail's first token came, in ms."""
-    later = np.array(ours) - np.array(theirs)
+    later = np.array([one - other for one, other in zip(ours, theirs, strict=False)])
     later = later[~np.isnan(later)]
     points = np.percentile(later, (10, 50, 90)).round(3).tolist() if len(later) else []
     return {

@@ -89,7 +89,6 @@ class Landing:
         self._cuda = cuda
         # Links over which a network card writes into our GPU.
         self._by_card: set[LinkKey] = set()
-        self._why_not: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         # Bytes by the address of the prefill engine that pushed them.
         self.arrived: Counter[tuple[str, int]] = Counter()
