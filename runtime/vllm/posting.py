@@ -64,9 +64,11 @@ class Posting:
         """Of the running step this layer is computed, too, when `after` is done."""
         self._layers.append(name)
         ready = self._parts.of(self._layers)
+        before = self._counters["bytes"]
         for begun in self._begun:
             self._post(begun.push, begun.left & ready, after)
             begun.left -= ready
+        self._counters["bytes_ahead"] += self._counters["bytes"] - before
 
     def rest(self, after: _ucx.CudaFence | None) -> None:
         """The step is computed when `after` is done."""

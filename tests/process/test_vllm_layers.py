@@ -82,7 +82,7 @@ def test_a_layer_is_there_before_the_next_is_computed(pair: Pair) -> None:
     assert pair.ce.tokens["r"] == 5
     pushed = pair.pe.do(do="counters")
     assert pushed["blocks"] == 3
-    assert pushed["bytes"] == pair.ce.do(do="counters")["bytes"]
+    assert pushed["bytes_ahead"] == pushed["bytes"] == pair.ce.do(do="counters")["bytes"]
 
 
 def test_a_grant_that_comes_in_the_middle_of_a_step(pair: Pair) -> None:
@@ -111,6 +111,8 @@ def test_layers_that_are_not_told_go_out_with_the_step(pair: Pair) -> None:
     pair.pe.do(do="compute", values=[(3, 3.0)])
     pair.pe.end()
     pair.end("r", 16, [3])
+    pushed = pair.pe.do(do="counters")
+    assert pushed["bytes_ahead"] * 3 == pushed["bytes"]
     assert pair.ce.tensors(21) == COMPUTED
 
 
