@@ -99,8 +99,8 @@ def test_clients_of_ranks_that_leave_hold_nothing(ranks: Router) -> None:
 def test_layers_answer_as_one_engine(layers: Router) -> None:
     check_answers(layers)
     told = json.loads((layers.pe.log.parent / "status").read_text())["counters"]
-    # All of it: no step here leaves a layer out.
-    assert told["bytes_ahead"] == told["bytes"] > 0
+    # (Not what was computed before its grant came.)
+    assert 0 < told["bytes_ahead"] <= told["bytes"]
 
 
 def test_clients_that_leave_between_layers_hold_nothing(layers: Router) -> None:
@@ -125,8 +125,10 @@ def test_other_numbers_of_ranks_are_refused(ranks: Router, tmp_path: Path) -> No
         prompt = random_prompt(VOCABULARY, 100, seed=1)
         assert alone.complete(prompt, 4, ranks.into(ticket())) == {"error": 500}
         assert time.monotonic() - began < 30
-        assert "(tensor_parallel_size: ours '1', theirs '2')" in alone.log.read_text()
-        assert "(tensor_parallel_size: ours '2', theirs '1')" in ranks.pe.log.read_text()
+        differ = "page layouts differ (tensor_parallel_size: ours '2', theirs '1')"
+        assert differ in ranks.pe.log.read_text()
+        (failed,) = [line for line in alone.log.read_text().splitlines() if "did not come" in line]
+        assert f"the peer refused: {differ}" in failed
         assert "choices" in alone.complete(prompt, 4)
         alone.wait_idle()
     finally:
