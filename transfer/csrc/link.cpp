@@ -94,7 +94,11 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
         if (!link.endpoint_) throw UcxError("import_put", UCS_ERR_NOT_CONNECTED, "connect() comes first");
         pool->key = std::make_shared<RemoteKey>(link.endpoint_->handle(), key);
       }
-      if (auto older = link.pool(id)) pool->keep_ways_of(*older);
+      if (auto older = link.pool(id)) {
+        pool->keep_ways_of(*older);
+        // UCX reads the key of a put until the put is over.
+        link.replaced_.push_back(std::move(older));
+      }
       link.pools_[id] = pool;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
