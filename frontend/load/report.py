@@ -110,7 +110,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
         for label, kind in record["kinds"].items():
             shown.add_row(
                 record["load"] if label == "short" else f"  {label} prompts",
-                record["url"].partition("://")[2],
+                record["url"].rpartition("://")[2],
                 f"{kind['good']}/{kind['requests']}",
                 _four(kind["ttft_ms"]),
                 _four(kind["itl_ms"]),
