@@ -7,6 +7,7 @@ that process: it came over a Unix socket, and there is a pidfd.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "no_peer",
     "plan_lanes",
     "put_carrier",
+    "rails_for",
 ]
 
 # UCX transports whose writes are made by the writer's process itself (or its copy engines): destroying the
@@ -37,6 +39,9 @@ _NETWORK_CARRIERS = ("rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "t
 _CARRIERS = ("xpmem", "cma", *_NETWORK_CARRIERS)
 # And of GPU memory.
 _CUDA_CARRIERS = ("cuda_ipc", *_NETWORK_CARRIERS)
+# Over these a page keeps the thread that puts it busy: cma copies, tcp makes system calls. A network card works alone.
+_CPU_CARRIERS = frozenset({"cma", "tcp"})
+_MOST_RAILS = 2
 
 
 class LaneUnwanted(LaneUnavailable):
@@ -197,3 +202,10 @@ def put_carrier(transports: Iterable[str], memory: str = "host") -> str:
     names = {name.partition("/")[0] for name in transports}
     carriers = _CUDA_CARRIERS if memory == "cuda" else _CARRIERS
     return next((name for name in carriers if name in names), "?")
+
+
+def rails_for(transport: str, wished: int = 0) -> int:
+    """How many threads put over this transport at the same time; 0 wished: as many as pay on this machine."""
+    if transport not in _CPU_CARRIERS:
+        return 1
+    return wished or min(_MOST_RAILS, len(os.sched_getaffinity(0)))
