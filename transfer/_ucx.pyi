@@ -243,9 +243,9 @@ class Link:
     def connect(self, peer_address: bytes) -> None:
         """Make the endpoint. Before it, nothing can be sent, flushed or imported for put."""
     def open_rails(self, count: int) -> None:
-        """So many threads for puts in all (1 to 16), each with a worker and an endpoint of its own; once, after connect.
+        """Have so many threads put, each with a worker and an endpoint of its own (1 to 16; once, after connect).
 
-        The progress thread is one of them; the others are rails 1, 2, … Pushes of 512 KiB and more by way put are dealt
+        The progress thread is one of them; the others are rails 1, 2, … Pushes of 1 MiB and more by way put are dealt
         out to all rails that have carried a push alone. When one of these fails, that is a link error; one that cannot
         be opened, or would take other transports than the link, fails the push that it is to carry. ValueError beside
         a CUDA device.

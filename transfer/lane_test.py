@@ -227,9 +227,7 @@ class _Test:
         self._pool = pool
         self._keys = keys
 
-    def content(
-        self, pool_id: int, way: Way, source_unit: int, rail: int = 0
-    ) -> Generator[None, News, None]:
+    def content(self, pool_id: int, way: Way, source_unit: int, rail: int = 0) -> Generator[None, News, None]:
         """Do shuffled random units arrive (by that rail)? Raises LaneUnavailable."""
         unit = self._pool.unit_bytes
         order = list(range(_TEST_UNITS))

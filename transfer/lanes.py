@@ -39,9 +39,9 @@ _NETWORK_CARRIERS = ("rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "t
 _CARRIERS = ("xpmem", "cma", *_NETWORK_CARRIERS)
 # And of GPU memory.
 _CUDA_CARRIERS = ("cuda_ipc", *_NETWORK_CARRIERS)
-# Over these a page keeps the thread that puts it busy: cma copies, tcp makes system calls. A network card works alone.
-_CPU_CARRIERS = frozenset({"cma", "tcp"})
-_MOST_RAILS = 2
+# Over cma the thread that puts a page copies it itself: two get further. Over tcp, where the peer's one thread has as much
+# to do, a second one did not pay (doc/numbers.md); a network card needs none.
+_RAILS = {"cma": 2}
 
 
 class LaneUnwanted(LaneUnavailable):
@@ -206,6 +206,4 @@ def put_carrier(transports: Iterable[str], memory: str = "host") -> str:
 
 def rails_for(transport: str, wished: int = 0) -> int:
     """How many threads put over this transport at the same time; 0 wished: as many as pay on this machine."""
-    if transport not in _CPU_CARRIERS:
-        return 1
-    return wished or min(_MOST_RAILS, len(os.sched_getaffinity(0)))
+    return wished or min(_RAILS.get(transport, 1), len(os.sched_getaffinity(0)))

@@ -105,6 +105,9 @@ class Server:
         self.peer = Peer(**arguments)
         return self.peer.card()
 
+    def card(self) -> dict[str, Any]:
+        return self.peer.card()
+
     def join(self, card: dict[str, Any]) -> None:
         self.peer.join(card)
 

@@ -74,9 +74,7 @@ class Bench:
             name="probe", memory=memory, address=1, unit_bytes=4096, nbytes=8 << 20, write=lambda *_: None
         )
         offer = GPU_OFFER if lane == "peer" else OFFER
-        self.test = lane_test(
-            link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1), rails=rails
-        )
+        self.test = lane_test(link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1), rails=rails)
 
     def _writer(self, key: int, ttl_s: float) -> Any:
         self.opened.append(key)

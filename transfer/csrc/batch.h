@@ -130,11 +130,20 @@ class Batch {
     return run;
   }
 
-  // The next run of a batch that several threads take from; nothing when it is empty.
-  std::optional<Run> deal(std::uint64_t limit) {
+  // The next run of a batch that several threads take from; nothing when it is empty or ended. `first`: a rail has not
+  // taken any before.
+  std::optional<Run> deal(std::uint64_t limit, bool first) {
     std::lock_guard lock(cursor_);
-    if (empty()) return std::nullopt;
+    if (ended_ || empty()) return std::nullopt;
+    takers_ += first;
     return take(limit, true);
+  }
+  // Nothing more is dealt out. Returns how many rails took something: a thread that has not woken up by now is not
+  // waited for.
+  unsigned end_deal() {
+    std::lock_guard lock(cursor_);
+    ended_ = true;
+    return takers_;
   }
 
   const std::uint32_t pool_id;
@@ -157,6 +166,8 @@ class Batch {
   }
 
   std::mutex cursor_;
+  bool ended_ = false;
+  unsigned takers_ = 0;
   std::size_t next_ = 0;
   std::uint64_t done_of_unit_ = 0;
 };

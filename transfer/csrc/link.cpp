@@ -245,14 +245,14 @@ bool Link::carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, u
   return true;
 }
 
-unsigned Link::deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch) {
-  unsigned shares = 0;
+bool Link::deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch) {
+  bool dealt = false;
   for (const OpenRail& each : rails_) {
     if (!each.proven) continue;
     each.rail->carry(writer, batch);
-    ++shares;
+    dealt = true;
   }
-  return shares;
+  return dealt;
 }
 
 void Link::share_done(const std::shared_ptr<Writer>& writer, unsigned number, bool refused, ucs_status_t status) {

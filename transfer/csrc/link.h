@@ -101,8 +101,8 @@ class Link : public std::enable_shared_from_this<Link> {
   bool window_open(bool dealt) const { return dealt ? window_.open(kDealtBytes) : window_.open(); }
   // Lets rail `number` carry the batch alone, whether it has proven itself or not. False: there is none of that number.
   bool carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, unsigned number);
-  // Lets every rail that has carried something take part in the batch. Returns how many.
-  unsigned deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch);
+  // Lets every rail that has carried something take part in the batch. False: there is none.
+  bool deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch);
   void share_done(const std::shared_ptr<Writer>& writer, unsigned number, bool refused, ucs_status_t status);
   void rail_failed(unsigned number, ucs_status_t status, const std::string& reason);
   void rail_over(unsigned number);

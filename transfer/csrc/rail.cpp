@@ -2,8 +2,6 @@
 #include "rail.h"
 
 #include <poll.h>
-#include <pthread.h>
-#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -38,9 +36,6 @@ Rail::Rail(Link& link, unsigned number, std::string peer_address, std::vector<st
   wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "rail");
   thread_ = start_thread("kvrail-rail", [this] { run(); });
-  // Like the copy threads: not to take the core away from the thread that has just ordered a batch.
-  sched_param param{};
-  pthread_setschedparam(thread_.native_handle(), SCHED_BATCH, &param);
 }
 
 Rail::~Rail() {
@@ -64,6 +59,7 @@ void Rail::carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch) {
     Share& share = shares_.emplace_back();
     share.writer = std::move(writer);
     share.batch = std::move(batch);
+    share.awaited = share.batch->only_rail > 0;
   });
 }
 
@@ -79,8 +75,7 @@ void Rail::run() {
     // Before any share looks at a flush that came back OK in the same breath.
     if (error_ != UCS_OK && !error_told_) fail(error_, std::string("failed: ") + ucs_status_string(error_));
     if (advance()) work = true;
-    if (farewell_.begun() &&
-        farewell_.step(now_ns(), endpoint_.get(), !window_.empty() && link_.puts_by_cpu(), busy()))
+    if (farewell_.begun() && farewell_.step(now_ns(), endpoint_.get(), !window_.empty() && link_.puts_by_cpu(), busy()))
       break;
     if (!work) sleep();
   }
@@ -144,11 +139,12 @@ bool Rail::post_some(Share& share) {
       break;
     }
     if (!window_.open()) break;
-    std::optional<Run> run = share.batch->deal(kDealtRun);
+    const std::optional<Run> run = share.batch->deal(kDealtRun, !share.awaited);
     if (!run) {
       share.over = true;
       break;
     }
+    share.awaited = true;
     const Batch& batch = *share.batch;
     share.writer->count_posted(run->units);
     ++share.puts_out;
@@ -196,8 +192,8 @@ bool Rail::settled(Share& share) {
 void Rail::report(Share& share) {
   // The batch goes along: it may be the last to hold its pool, whose key only the reactor's thread may destroy.
   link_.reactor().post([writer = std::move(share.writer), batch = std::move(share.batch), number = number_,
-                        refused = share.refused, status = share.status] {
-    writer->link().share_done(writer, number, refused, status);
+                        awaited = share.awaited, refused = share.refused, status = share.status] {
+    if (awaited) writer->link().share_done(writer, number, refused, status);
   });
 }
 

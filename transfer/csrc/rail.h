@@ -51,7 +51,8 @@ class Rail {
   Rail(const Rail&) = delete;
   Rail& operator=(const Rail&) = delete;
 
-  // Take part in this batch; Link::share_done() follows, always.
+  // Take part in this batch. Link::share_done() follows if something is taken, and always when the rail carries it
+  // alone.
   void carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch);
   // Give everything back; Link::rail_over() follows, after the last share_done().
   void end(bool force);
@@ -62,6 +63,7 @@ class Rail {
     std::shared_ptr<Writer> writer;
     std::shared_ptr<Batch> batch;
     std::uint32_t puts_out = 0;
+    bool awaited = false;  // the writer waits for it: it has taken something, or carries the batch alone
     bool over = false;     // takes nothing more
     bool refused = false;  // though there may have been more
     bool unflushed = false, flushing = false;

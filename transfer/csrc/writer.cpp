@@ -17,7 +17,7 @@ constexpr std::uint64_t kPutBytes = 8 << 20;
 // Below this much the reactor's thread copies at once: two thread switches would cost more.
 constexpr std::uint64_t kInlineBytes = 256 << 10;
 // From this much on a batch is dealt out to the rails: waking their threads pays.
-constexpr std::uint64_t kDealFrom = 512 << 10;
+constexpr std::uint64_t kDealFrom = 1 << 20;
 
 }  // namespace
 
@@ -64,7 +64,7 @@ void Writer::ring(std::string message) {
 void Writer::stop() {
   forbidden_ = true;
   stopping_ = true;
-  batches_.clear();
+  drop_batches();
   // A doorbell that UCX already has goes out; one that waits does not.
   if (!sending_) ring_.reset();
 }
@@ -111,18 +111,14 @@ void Writer::post_some() {
       if (!carry_alone(batch)) return;
       continue;
     }
-    if (!batch->dealt && batch->nbytes() >= kDealFrom) {
-      const unsigned shares = link_.deal_out(shared_from_this(), batch);
-      shares_out_ += shares;
-      batch->dealt = shares > 0;
-    }
+    if (!batch->dealt && batch->nbytes() >= kDealFrom) batch->dealt = link_.deal_out(shared_from_this(), batch);
     if (!link_.window_open(batch->dealt)) {
       waits_ = i == 0;
       return;
     }
-    const std::optional<Run> run = batch->dealt ? batch->deal(kDealtRun) : batch->take(kPutBytes, false);
-    // (The rails may have taken the rest.)
-    if (!run || (!batch->dealt && batch->empty())) batches_.pop_front();
+    const std::optional<Run> run = batch->dealt ? batch->deal(kDealtRun, false) : batch->take(kPutBytes, false);
+    // (Of a batch that is dealt out the cursor is not ours to look at, and the rails may have taken the rest.)
+    if (!run || (!batch->dealt && batch->empty())) pop_batch();
     if (!run) continue;
     count_posted(run->units);
     ++puts_out_;
@@ -140,6 +136,15 @@ bool Writer::carry_alone(const std::shared_ptr<Batch>& batch) {
   ++shares_out_;
   batches_.pop_front();
   return true;
+}
+
+void Writer::pop_batch() {
+  if (batches_.front()->dealt) shares_out_ += static_cast<std::int32_t>(batches_.front()->end_deal());
+  batches_.pop_front();
+}
+
+void Writer::drop_batches() {
+  while (!batches_.empty()) pop_batch();
 }
 
 std::string Writer::pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const {
@@ -223,7 +228,7 @@ void Writer::copy_done(const CopyJob& job) {
 }
 
 void Writer::refuse_rest() {
-  batches_.clear();
+  drop_batches();
   // After forbid() the stop() itself, or the failure, is about to be told.
   if (forbidden_) return;
   if (!link_.usable()) return link_lost(UCS_ERR_CONNECTION_RESET, "the link is gone");
@@ -232,7 +237,7 @@ void Writer::refuse_rest() {
 
 void Writer::fail(ucs_status_t status, const std::string& reason) {
   forbidden_ = true;
-  batches_.clear();
+  drop_batches();
   if (!sending_) ring_.reset();
   if (refused_ == UCS_OK) refused_ = status;
   // After a stop only QUIET speaks, after RUNG nothing is left that could fail.
