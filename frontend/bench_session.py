@@ -39,6 +39,8 @@ class Receiver:
             stdout=subprocess.PIPE,
             pass_fds=(theirs,),
             env=environment,
+            # Ctrl-C is for us; the receiver ends when its commands do.
+            process_group=0,
         )
         os.close(theirs)
         assert self._process.stdout is not None

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from kvrail.frontend.asking import ask, asker
-from kvrail.frontend.two_servers import split_card
+from kvrail.frontend.two_servers import refuse_no_lane, split_card
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -238,6 +238,7 @@ def main(
 ) -> None:
     """Compare a split with a single engine, token for token. Exits 0 only when all answers are equal and remote."""
     rounds = _rounds(concurrency)
+    refuse_no_lane("check_identity", expect_lane)
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with asker(headers) as client:

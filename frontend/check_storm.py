@@ -28,7 +28,7 @@ from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.request import Target, post
 from kvrail.frontend.refusing import refuse
-from kvrail.frontend.two_servers import split_card
+from kvrail.frontend.two_servers import refuse_no_lane, split_card
 
 __all__ = ["HELD", "StormReport", "main", "storm"]
 
@@ -218,6 +218,7 @@ def main(
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:
     """Cut many requests at random moments, then compare as many. Exits 0 only when all is right and nothing is held."""
+    refuse_no_lane("check_storm", expect_lane)
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with asker(headers) as client:

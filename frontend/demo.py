@@ -141,8 +141,6 @@ def _devices(wanted: str, lane: str) -> Devices:
     """Where the engines run. `wanted`: auto, cpu or cuda."""
     if wanted == "cpu" or (wanted == "auto" and lane == "shm"):
         return Devices("cpu", "cpu")
-    if wanted not in ("auto", "cuda"):
-        _fail(f"--device {wanted}: must be auto, cpu or cuda")
     found = look()
     if found.reason and (wanted == "cuda" or lane == "peer"):
         _fail(f"the demo cannot run on GPUs: {found.reason}")
@@ -197,6 +195,14 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, or GPUs where they serve (auto)")] = "auto",
 ) -> None:
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
+    # Before anything is fetched.
+    for name, given, possible in (
+        ("lane", lane, ("auto", "shm", "peer", "put")),
+        ("device", device, ("auto", "cpu", "cuda")),
+        ("dtype", dtype, ("float32", "bfloat16")),
+    ):
+        if given not in possible:
+            _fail(f"--{name} {given}: must be {', '.join(possible[:-1])} or {possible[-1]}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         # As by ctrl-C: the servers are stopped on the way out.
         signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -206,6 +206,7 @@ class Dispatcher:
                 load=self._admission.at_rank[rank.rank],
                 limit=rank.ready.queue_limit,
                 links_up=self._peers.links_up(rank) if self._peers else frozenset(),
+                links_silent=self._peers.links_silent(rank) if self._peers else frozenset(),
                 held=held.get((rank.ready.self_rank.incarnation, rank.rank), 0),
             )
             for rank in self._ranks

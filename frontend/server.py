@@ -86,6 +86,8 @@ class _Application:
 
     def refuse(self) -> None:
         self.admission.stop()
+        for rank in self.ranks:
+            rank.expect_end()
         if self.desk is not None:
             self.desk.stopping = True
 
@@ -133,7 +135,15 @@ async def _application(
             app.include_router(desk.routes())
         else:
             if config.role == "ce":
-                peers = PeerWatcher(config.pe_url, token, ranks, connections, admission.at_peer)
+                peers = PeerWatcher(
+                    config.pe_url,
+                    token,
+                    ranks,
+                    connections,
+                    admission.at_peer,
+                    # As long as the tickets of requests that are under way wait for it.
+                    patience_s=config.ticket_ttl_s,
+                )
                 peers.start()
                 stack.push_async_callback(peers.close)
             assert renderer is not None
@@ -179,12 +189,17 @@ class HttpServer(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+            loop.add_signal_handler(number, self._told_to_stop, number)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    def _told_to_stop(self, number: signal.Signals) -> None:
+        # At once: the signal may have reached the ranks as well, which are quicker to end than uvicorn is to look.
+        self._application.refuse()
+        self.handle_exit(number, None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._application.refuse()

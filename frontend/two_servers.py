@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two servers that a check compares: both there, of one model, and not one and the same server."""
+"""What a check compares: two servers, both there, of one model, and not one and the same; over which lane."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import httpx
 
 from kvrail.frontend.asking import ask
 from kvrail.frontend.refusing import refuse
+from kvrail.runtime.config_checks import is_lane
 
-__all__ = ["split_card"]
+__all__ = ["refuse_no_lane", "split_card"]
+
+
+def refuse_no_lane(tool: str, label: str | None) -> None:
+    """End the program `tool` for an --expect-lane that no lane is called: no page could come over it."""
+    if label is not None and not is_lane(label):
+        refuse(tool, f"--expect-lane {label}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc")
 
 
 def split_card(tool: str, client: httpx.Client, ref: str, split: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def bound_command(command: list[str]) -> list[str]:
 def main() -> None:
     """Entry point."""
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-    os.execv(sys.argv[2], sys.argv[2:])
+    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -37,8 +37,11 @@ from kvrail.transfer.ucx import open_context, open_reactor
 __all__ = ["BuiltRank", "build_rank"]
 
 _log = logging.getLogger(__name__)
-# What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
+# What a PE rank can start soon, as it tells CEs: what is more waits there, or goes to another PE.
 _PREFILL_QUEUE = 32
+# A CE counts a prefill until its first token, but its ticket lives until its doorbell, and of each other CEs know by
+# polls only. So there may be more for a moment; the ledger refuses what is far too much.
+_TICKETS_A_PLACE = 4
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class BuiltRank:
     """A rank that is ready to serve."""
 
     role: Completion | Prefilling
-    links_fd: int | None
+    wake_fds: tuple[int, ...]
     poll_links: Callable[[float], list[LinkEvent]] | None
     address: PeerAddress
     pages: int
@@ -147,10 +150,14 @@ def build_rank(spec: RankSpec, incarnation: bytes, send: Callable[[ToFront], Non
         role, queue_limit = _role(
             config, incarnation, spec.rank, engine, pool, pools, links, send, host_cache
         )
+        wake_fds = [] if links is None else [links.fileno()]
+        if isinstance(role, Completion):
+            stack.callback(role.close)
+            wake_fds.append(role.wake_fd)
         accepts = links is not None and config.role == "pe"
         yield BuiltRank(
             role=role,
-            links_fd=links.fileno() if links is not None else None,
+            wake_fds=tuple(wake_fds),
             poll_links=links.poll if links is not None else None,
             address=links.address
             if links is not None and accepts
@@ -201,7 +208,8 @@ def _role(
     if config.role == "pe":
         assert links is not None
         limit = min(config.resolved_max_num_seqs, _PREFILL_QUEUE)
-        sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
+        tickets = _TICKETS_A_PLACE * limit
+        sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=tickets)
         prefilling = Prefilling(
             engine=engine,
             pool=pool,

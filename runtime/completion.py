@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from kvrail.runtime.decoding import Decoding
 from kvrail.runtime.engine_protocol import Engine, StepOutput
@@ -36,6 +37,7 @@ from kvrail.runtime.messages import (
 )
 from kvrail.runtime.rank_stats import completion_counters, pool_gauges, rank_stats
 from kvrail.runtime.requests import Request, Requests
+from kvrail.runtime.verifying import Verifying
 from kvrail.runtime.waiting import Waiting
 from kvrail.transfer.errors import LinkLost
 from kvrail.transfer.ledger_events import tell_receiver
@@ -58,7 +60,10 @@ _log = logging.getLogger(__name__)
 
 
 class Completion:
-    """The role of a CE or single rank; implements rank.Role. `links` is None for a single engine."""
+    """The role of a CE or single rank; implements rank.Role. `links` is None for a single engine.
+
+    `checksums`: see Verifying. `wake_fd` is readable when `tick` has something to do.
+    """
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Completion:
         seats: int,
         largest_ticket: int,
         cache: HostPrefixCache | None = None,
+        checksums: Executor | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -82,6 +88,7 @@ class Completion:
         self._cache = cache
         self._counters: Counter[str] = Counter()
         self._board = LinkBoard(send)
+        self._verifying = Verifying(pools, self._counters, checksums)
         self._requests = Requests(engine, send, self._counters)
         self._decoding = Decoding(engine, pool, self._requests, self._counters)
         self._waiting = Waiting(
@@ -99,12 +106,22 @@ class Completion:
             pool=pool,
             pools=pools,
             receiver=receiver,
+            verifying=self._verifying,
             board=self._board,
             requests=self._requests,
             decoding=self._decoding,
             counters=self._counters,
         )
         self._fallen: list[tuple[Request, Lost]] = []
+
+    @property
+    def wake_fd(self) -> int:
+        """For the loop's poll."""
+        return self._verifying.wake_fd
+
+    def close(self) -> None:
+        """No pool is read any more from here on."""
+        self._verifying.close()
 
     # --- what comes in ----------------------------------------------------------------------------------------
 
@@ -188,6 +205,7 @@ class Completion:
         """Timers, grants that found no room before, effects, and this turn's outputs in one message."""
         self._receiver.reap(now)
         self._carry_out(now)
+        self._landing.verified(now)
         fallen, self._fallen = self._fallen, []
         for request, lost in fallen:
             if request in self._requests:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["check_lane", "is_http_url"]
+__all__ = ["check_lane", "is_http_url", "is_lane"]
 
 
 def is_http_url(url: str) -> bool:
@@ -19,13 +19,18 @@ def is_http_url(url: str) -> bool:
         return False
 
 
+def is_lane(label: str) -> bool:
+    """Whether a lane may be called so: shm, peer, put, or put/ and a transport."""
+    name, slash, transport = label.partition("/")
+    return name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
+
+
 def check_lane(required: str | None, lane: str, put_transport: str) -> None:
     """Raise ConfigError for a --require-lane that no lane is called, or that the other flags rule out."""
     if required is None:
         return
-    name, slash, transport = required.partition("/")
-    known = name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
-    if not known:
+    name, _, transport = required.partition("/")
+    if not is_lane(required):
         raise ConfigError(
             f"--require-lane {required}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc"
         )

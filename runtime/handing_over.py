@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,12 +70,11 @@ def counts_of(landed: Landed) -> dict[str, int]:
     }
 
 
-def damage_of(landed: Landed, pools: Pools, counters: Counter[str]) -> str:
+def damage_of(landed: Landed, pools: Pools) -> str:
     """What is wrong with the pages that arrived, by the checksums in their doorbell, or ""."""
     if landed.bell.checksums is not None:
         found = page_checksums(pools.pages, landed.pages)
         wanted = unpack_checksums(landed.bell.checksums)
-        counters["pages_verified"] += len(found)
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
             return f"checksum of page {int(wrong[0])} of {len(found)}, {len(wrong)} in all"

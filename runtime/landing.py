@@ -12,10 +12,11 @@ from collections import Counter
 
 from kvrail.runtime.decoding import Decoding
 from kvrail.runtime.engine_protocol import Engine
-from kvrail.runtime.handing_over import counts_of, damage_of, fault_of_hand_off
+from kvrail.runtime.handing_over import counts_of, fault_of_hand_off
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import FinishReason
 from kvrail.runtime.requests import Request, Requests
+from kvrail.runtime.verifying import Verifying
 from kvrail.transfer.link_events import LaneInfo, LinkKey
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.pages import PagePool
@@ -29,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class Landing:
-    """Takes what the ledger lets through: `first_token`, then `landed`, whose pages `decoding` gets."""
+    """Takes what the ledger lets through: `first_token`, then `landed`, whose pages `decoding` gets.
+
+    Pages that came with checksums go there by `verified`, in a later turn.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Landing:
         pool: PagePool,
         pools: Pools,
         receiver: Receiver,
+        verifying: Verifying,
         board: LinkBoard,
         requests: Requests,
         decoding: Decoding,
@@ -47,6 +52,7 @@ class Landing:
         self._pool = pool
         self._pools = pools
         self._receiver = receiver
+        self._verifying = verifying
         self._board = board
         self._requests = requests
         self._decoding = decoding
@@ -90,12 +96,27 @@ class Landing:
         if request.link in self._written_by_card and self._pools.cuda is not None:
             # Before anything on the GPU reads them.
             self._pools.cuda.flush_remote_writes()
-        if fault := damage_of(landed, self._pools, self._counters):
-            _log.error("request %s: %s", request.id, fault)
-            self._counters["checksum_mismatches"] += 1
-            self._pool.release(landed.owner)
-            self._requests.fail(request, 500, f"the KV pages of the prompt arrived damaged ({fault})", None)
-            return
+        if not self._verifying.begin(landed):
+            self._accept(now, request, landed)
+
+    def verified(self, now: float) -> None:
+        """Pages whose checksums have been computed: none of them is decoded before."""
+        for landed, fault in self._verifying.take():
+            request = self._requests.by_ticket(landed.request_id, landed.ticket)
+            if request is None:
+                self._pool.release(landed.owner)
+            elif not fault:
+                self._accept(now, request, landed)
+            else:
+                self._damaged(request, landed, fault)
+
+    def _damaged(self, request: Request, landed: Landed, fault: str) -> None:
+        _log.error("request %s: %s", request.id, fault)
+        self._pool.release(landed.owner)
+        self._requests.fail(request, 500, f"the KV pages of the prompt arrived damaged ({fault})", None)
+
+    def _accept(self, now: float, request: Request, landed: Landed) -> None:
+        """The pages are good."""
         if request.phase == "granted":
             # The doorbell carries the first token too: a first-token message need not have come.
             self.first_token(now, request, landed.hand_off)

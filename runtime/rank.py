@@ -2,7 +2,7 @@
 """One rank process: one Python thread that turns a loop of messages, link events and model steps.
 
 Order of a turn: what the front says, what the links say, timers and their effects, one step of the model, what
-came of it. Idle, it sleeps in poll on the front's socket and the links' descriptor until the next deadline.
+came of it. Idle, it sleeps in poll on the front's socket and the descriptors of links and role until the next deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -104,13 +104,13 @@ class Front:
 
 
 class Loop:
-    """The step loop. `links_fd` is readable when the links have something to say; None without links."""
+    """The step loop. One of `wake_fds` is readable when the links have something to say, or the role has."""
 
     def __init__(
         self,
         front: Front,
         role: Role,
-        links_fd: int | None,
+        wake_fds: Sequence[int],
         poll_links: Callable[[float], list[LinkEvent]] | None,
     ) -> None:
         self._front = front
@@ -118,8 +118,8 @@ class Loop:
         self._poll_links = poll_links
         self._poller = zmq.Poller()
         self._poller.register(front.socket, zmq.POLLIN)
-        if links_fd is not None:
-            self._poller.register(links_fd, zmq.POLLIN)
+        for fd in wake_fds:
+            self._poller.register(fd, zmq.POLLIN)
         self._steps = 0
         self._stats_due = 0.0
         self._was_idle = False
@@ -219,7 +219,7 @@ def _serve(spec: RankSpec, front: Front) -> None:
 
     incarnation = secrets.token_bytes(16)
     with build_rank(spec, incarnation, front.send) as rank:
-        loop = Loop(front, rank.role, rank.links_fd, rank.poll_links)
+        loop = Loop(front, rank.role, rank.wake_fds, rank.poll_links)
 
         def stop(*_: object) -> None:
             loop.stopping = True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from kvrail.runtime.decoding import Decoding
 from kvrail.runtime.messages import Deferred, Granted, ToFront
 from kvrail.runtime.requests import Request, Requests
-from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
+from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages, ShareUsed
 from kvrail.transfer.link_events import LinkKey
 from kvrail.transfer.receiver import Receiver
 
@@ -102,7 +102,7 @@ class Waiting:
             request.called = b""
             self._send(Deferred(request_id=request.id))
 
-    def _grant(self, now: float, request: Request) -> NoPages | None:
+    def _grant(self, now: float, request: Request) -> NoPages | LinkSilent | None:
         """None: the request has a ticket, or has gone another way. Else what it has to wait for."""
         # Whoever gets a ticket joins the batch the moment its pages land, so seats are kept for tickets.
         taken = sum(len(each.open) for each in self._requests if each.phase != "waiting")
@@ -119,6 +119,7 @@ class Waiting:
                 len(request.tokens),
                 keys=request.keys,
                 verify=random.random() < self._verify_share,
+                patient=not request.submit.fallback,
                 ticket_id=request.called,
             )
         except NoPages as error:
@@ -131,6 +132,8 @@ class Waiting:
                 self._requests.fail(request, 503, reason, 2.0)
             return None
         except LinkLost as error:
+            if isinstance(error, LinkSilent) and not request.submit.fallback and now < request.deadline:
+                return error
             self._decoding.fall_back(request, str(error))
             return None
         request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
@@ -147,22 +150,24 @@ class Waiting:
         return None
 
 
-def grant_in_turn(waiting: Sequence[Request], grant: Callable[[Request], NoPages | None]) -> list[Request]:
+def grant_in_turn(
+    waiting: Sequence[Request], grant: Callable[[Request], NoPages | LinkSilent | None]
+) -> list[Request]:
     """Ask `grant` for each in order; it returns what the request lacks, or None. Returns those who still wait.
 
     Behind one that lacks pages or a seat all wait, or small requests would overtake a large one for ever. Behind one
-    whose link has used up its share, only those of the same link wait.
+    whose link has used up its share or is silent, only those of the same link wait.
     """
     kept: list[Request] = []
-    full: set[LinkKey] = set()
+    closed: set[LinkKey] = set()
     blocked = False
     for request in waiting:
-        if not blocked and request.link not in full:
+        if not blocked and request.link not in closed:
             lack = grant(request)
             if lack is None:
                 continue
-            if isinstance(lack, ShareUsed):
-                full.add(request.link)
+            if isinstance(lack, ShareUsed | LinkSilent):
+                closed.add(request.link)
             else:
                 blocked = True
         kept.append(request)

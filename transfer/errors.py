@@ -7,6 +7,7 @@ TransferError
 ├── LinkRefused      the handshake said no; carries the reason that the peer (or we) gave
 │   └── LayoutMismatch   the page layouts differ; names the fields
 ├── LinkLost         the peer died, was fenced, or its connection broke
+│   └── LinkSilent       heartbeats are missing: nothing is granted, but the peer may come back
 ├── LaneUnavailable  no lane that the options allow can work here; says why for each one tried
 └── NoPages          the pool cannot give that many pages (or state slots) now
     └── ShareUsed        this link holds its share of the pool; another link may still be given pages
@@ -20,6 +21,7 @@ __all__ = [
     "LayoutMismatch",
     "LinkLost",
     "LinkRefused",
+    "LinkSilent",
     "NoPages",
     "ShareUsed",
     "TransferError",
@@ -69,6 +71,10 @@ class LayoutMismatch(LinkRefused):
 
 class LinkLost(TransferError):
     """The peer is gone: its process died, its connection broke, or the link was fenced."""
+
+
+class LinkSilent(LinkLost):
+    """The peer's heartbeats are missing. It is not known to be dead: who has no other way may wait for it."""
 
 
 class LaneUnavailable(TransferError):

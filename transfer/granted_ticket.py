@@ -20,7 +20,10 @@ _LIVE = frozenset({CeState.GRANTED, CeState.HANDED})
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One grant. Read-only for callers. `deadline` is when its present wait ends, None when only proof ends it."""
+    """One grant. Read-only for callers. `deadline` is when its present wait ends, None when only proof ends it.
+
+    `patient`: nobody else can do its prefill, so that a silent peer is waited for as long as the ticket lives.
+    """
 
     id: bytes
     request_id: str
@@ -32,6 +35,7 @@ class Ticket:
     pages: npt.NDArray[np.uint32]
     state_slot: int
     verify: bool
+    patient: bool
     deadline: float | None
     state: CeState = CeState.GRANTED
     progress: int = -1

@@ -39,8 +39,8 @@ _NETWORK_CARRIERS = ("rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "t
 _CARRIERS = ("xpmem", "cma", *_NETWORK_CARRIERS)
 # And of GPU memory.
 _CUDA_CARRIERS = ("cuda_ipc", *_NETWORK_CARRIERS)
-# Over cma the thread that puts a page copies it itself: two get further. Over tcp, where the peer's one thread has as much
-# to do, a second one did not pay (doc/numbers.md); a network card needs none.
+# Over cma the thread that puts a page copies it itself: two get further. Over tcp, where the peer's one thread has as
+# much to do, a second one did not pay (doc/numbers.md); a network card needs none.
 _RAILS = {"cma": 2}
 
 

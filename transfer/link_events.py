@@ -197,7 +197,10 @@ class PeerBeat(NamedTuple):
 
 
 class WriterEvent(NamedTuple):
-    """A writer's news: progress (all so far complete here), rung, quiet (`ok`: proven), failed (with the reason)."""
+    """A writer's news: progress (all so far complete here), rung, quiet (`ok`: proven), failed (with the reason).
+
+    `at`: when a doorbell went out (time.monotonic()); this is heard of when the step loop comes round.
+    """
 
     key: LinkKey
     epoch: int
@@ -205,6 +208,7 @@ class WriterEvent(NamedTuple):
     writer: int
     ok: bool
     reason: str = ""
+    at: float = 0.0
 
 
 LinkEvent = (

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
+from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages, ShareUsed
 from kvrail.transfer.granted_ticket import PeerLink, Ticket, ticket_gauges
 from kvrail.transfer.layout import TicketLayout
 from kvrail.transfer.tickets import (
@@ -113,16 +113,16 @@ class Receiver:
         known.epoch, known.fence, known.state = epoch, fence, "up"
 
     def link_suspect(self, now: float, link: LinkKey) -> None:
-        """Heartbeats are missing: no grants, its requests are lost at once, and each ticket is cancelled."""
+        """Heartbeats are missing: no grants; the tickets of requests that have another way are lost and cancelled."""
         known = self._links.get(link)
         if known is None or known.state != "up":
             return
         known.state = "suspect"
         for ticket in known.tickets.values():
-            if ticket.live:
+            if ticket.live and not ticket.patient:
                 self._lose(ticket, "the prefill engine does not answer")
                 self._stop(now, ticket, "suspect")
-            elif ticket.deadline is not None:
+            elif not ticket.live and ticket.deadline is not None:
                 # Cancelled when it was only busy.
                 ticket.deadline = min(ticket.deadline, now + self._answer_s)
 
@@ -182,6 +182,7 @@ class Receiver:
         *,
         keys: Sequence[bytes] = (),
         verify: bool = False,
+        patient: bool = False,
         ticket_id: bytes = b"",
         token_start: int = 0,
     ) -> Ticket:
@@ -191,12 +192,13 @@ class Receiver:
         the ticket from here to its end, and go with its other pages to the sequence (before them, in token order).
         Without keys, tokens from `token_start` (a page boundary) on are asked for. `ticket_id`: one of `reserve_id`, or
         one that both sides were told; ValueError when it is in use. Without it the ticket gets a new one.
-        Raises NoPages (pool or state slots), ShareUsed (the link's share) and LinkLost: the link is not up, or its
-        share is too small, be it for want of what it holds unproven.
+        `patient`: see Ticket. Raises NoPages (pool or state slots), ShareUsed (the link's share), LinkSilent, and
+        LinkLost: the link is not up, or its share is too small, be it for want of what it holds unproven.
         """
         known = self._links.get(link)
         if known is None or known.state != "up":
-            raise LinkLost(f"the link to rank {link[1]} of {link[0].hex()[:8]} is not up")
+            lost = LinkSilent if known is not None and known.state == "suspect" else LinkLost
+            raise lost(f"the link to rank {link[1]} of {link[0].hex()[:8]} is not up")
         if len(keys) * self._layout.page_tokens > tokens:
             raise ValueError(f"{tokens} tokens do not fill {len(keys)} pages")
         if ticket_id and self._find(ticket_id) is not None:
@@ -221,6 +223,7 @@ class Receiver:
             pages=np.array(pages, dtype=np.uint32),
             state_slot=slot,
             verify=verify,
+            patient=patient,
             deadline=now + self._ttl_s,
         )
         known.tickets[ticket_id] = ticket

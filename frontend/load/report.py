@@ -99,10 +99,13 @@ def _points(seconds: Sequence[float]) -> dict[str, float]:
 def table(records: Sequence[dict[str, Any]]) -> Table:
     """One row for each load, server and kind of request."""
     shown = Table(box=box.SIMPLE, title="ms: p50 / p90 / p99 / max")
-    for column in ("load", "server"):
-        shown.add_column(column)
-    for column in ("good", "time to first token", "between chunks", "tok/s"):
+    # Names and rates stay whole; where there is no room beside them, the times take two lines.
+    shown.add_column("load")
+    shown.add_column("server", no_wrap=True)
+    shown.add_column("good", justify="right", no_wrap=True)
+    for column in ("time to first token", "between chunks"):
         shown.add_column(column, justify="right")
+    shown.add_column("tok/s", justify="right", no_wrap=True)
     for record in records:
         for label, kind in record["kinds"].items():
             shown.add_row(

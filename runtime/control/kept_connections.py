@@ -7,6 +7,7 @@ when a kept connection turns out to be closed; a POST is not.)
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,7 +76,12 @@ class KeptConnections:
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
         try:
             async with self._session.request(
-                method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
+                method,
+                url,
+                data=body,
+                headers=headers,
+                timeout=limits,
+                allow_redirects=False,
             ) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
@@ -89,10 +95,20 @@ class KeptConnections:
             raise CallFailed(f"no answer within {timeout_s or 0:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:
             # (UnicodeError: a name that no resolver takes.)
-            raise CallFailed(f"cannot connect: {error}") from None
+            raise CallFailed(f"cannot connect: {_why(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(f"the connection broke: {error or type(error).__name__}") from None
 
     async def close(self) -> None:
         """Hang up."""
         await self._session.close()
+
+
+def _why(error: Exception) -> str:
+    """What aiohttp ran into, without what it tells of itself."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if not isinstance(cause, OSError):
+        return str(cause)
+    if not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
+        return os.strerror(cause.errno or 0)
+    return cause.strerror or str(cause)

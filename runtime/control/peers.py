@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -30,7 +31,8 @@ _BACK_OFF_LIMIT_S = 10.0
 class PeerWatcher:
     """Polls the prefill engines and reconciles the links of `ranks` with what it finds.
 
-    `at_peer`: the prefills that this front has at each peer, kept current by its owner.
+    `at_peer`: the prefills that this front has at each peer, kept current by its owner. `patience_s`: for how long
+    a link whose peer has fallen silent counts as one that may come back.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class PeerWatcher:
         connections: KeptConnections,
         at_peer: Mapping[PeerKey, int],
         *,
+        patience_s: float,
         interval_s: float = 1.0,
     ) -> None:
         self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
@@ -49,6 +52,7 @@ class PeerWatcher:
         self._ranks = ranks
         self._connections = connections
         self._at_peer = at_peer
+        self._patience_s = patience_s
         self._interval_s = interval_s
         self._listeners: list[Callable[[], None]] = []
         self._found: dict[str, list[RankCard]] = {}
@@ -57,6 +61,8 @@ class PeerWatcher:
         # What each of our ranks has been told; the first item is the incarnation of ours that was told.
         self._told: dict[int, tuple[bytes, set[PeerKey]]] = {}
         self._states: dict[tuple[int, PeerKey], tuple[str, str]] = {}
+        # Until when (time.monotonic()) who has no other way waits for the peer at the end of this link.
+        self._hoped_until: dict[tuple[int, PeerKey], float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -72,7 +78,7 @@ class PeerWatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each answer of a prefill engine."""
+        """Call `listener` after each answer of a prefill engine, and when a silent one is given up."""
         self._listeners.append(listener)
 
     @property
@@ -93,6 +99,11 @@ class PeerWatcher:
     def links_up(self, rank: RankClient) -> frozenset[PeerKey]:
         """The prefill ranks to which `rank` has a working link."""
         return frozenset(key for key, report in rank.links.items() if report.state == "up")
+
+    def links_silent(self, rank: RankClient) -> frozenset[PeerKey]:
+        """The prefill ranks that have fallen silent so lately that they may well come back."""
+        now = time.monotonic()
+        return frozenset(key for key in rank.links if self._hoped_until.get((rank.rank, key), 0.0) > now)
 
     @property
     def any_link_up(self) -> bool:
@@ -136,6 +147,9 @@ class PeerWatcher:
         for card in cards:
             self._others[_key(card)] = max(0, card.load - self._at_peer.get(_key(card), 0))
         self._reconcile()
+        self._tell()
+
+    def _tell(self) -> None:
         for listener in self._listeners:
             listener()
 
@@ -164,7 +178,22 @@ class PeerWatcher:
             for key in wanted.keys() - told:
                 rank.connect(wanted[key])
             self._told[rank.rank] = (ours, set(wanted))
+        self._time_silence()
         self._log_links()
+
+    def _time_silence(self) -> None:
+        """Give each link that has fallen silent its time to come back; nobody waits for one beyond that."""
+        silent = {
+            (rank.rank, key)
+            for rank in self._ranks
+            for key, report in rank.links.items()
+            if report.state == "suspect"
+        }
+        self._hoped_until = {key: until for key, until in self._hoped_until.items() if key in silent}
+        for key in silent - self._hoped_until.keys():
+            self._hoped_until[key] = time.monotonic() + self._patience_s
+            # A moment more: who is woken must find it over.
+            asyncio.get_running_loop().call_later(self._patience_s + 0.01, self._tell)
 
     def _log_links(self) -> None:
         """Log each change of a link's state once."""

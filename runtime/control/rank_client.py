@@ -153,6 +153,7 @@ class RankClient:
         self.trouble = "its process is starting"
         self.stuck = False
         self._silent_limit_s = silent_limit_s
+        self._may_end = False
         self._listeners: list[Callable[[], None]] = []
         self._generating: dict[str, RankRequest[GenerateEvent]] = {}
         self._prefilling: dict[str, RankRequest[PrefillEvent]] = {}
@@ -273,6 +274,10 @@ class RankClient:
         finally:
             del self._flushing[number]
 
+    def expect_end(self) -> None:
+        """The role is stopping: that the rank ends is no trouble any more."""
+        self._may_end = True
+
     def shutdown(self) -> None:
         """Ask the rank to stop in good order."""
         self.post(Shutdown())
@@ -374,7 +379,8 @@ class RankClient:
 
     def _lost(self, reason: str) -> None:
         if self.ready is not None:
-            _log.warning("rank %d is gone: %s", self.rank, reason)
+            level = logging.INFO if self._may_end else logging.WARNING
+            _log.log(level, "rank %d is gone: %s", self.rank, reason)
         self.ready, self.stats, self.trouble, self.stuck = None, None, reason, False
         self._next_ticket = b""
         self._was_ready.clear()

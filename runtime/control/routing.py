@@ -20,13 +20,14 @@ _MORE_LOAD = 4
 class RankView(NamedTuple):
     """A ready completion rank: requests that it has, how many it takes, and its links that are up.
 
-    `held`: pages of this prompt that it is thought to have cached.
+    `links_silent`: links that may come back soon. `held`: pages of this prompt that it is thought to have cached.
     """
 
     rank: int
     load: int
     limit: int
     links_up: frozenset[PeerKey] = frozenset()
+    links_silent: frozenset[PeerKey] = frozenset()
     held: int = 0
 
 
@@ -73,10 +74,10 @@ def choose(
     local_prefill: Literal["auto", "never", "always"],
     short: bool,
 ) -> Route | None:
-    """The route of one request, or None when everything that could take it is full at present.
+    """The route of one request, or None when everything that could take it is full or silent at present.
 
     `short`: the prompt is so short that `auto` prefills it here. Raises Unavailable when nothing could take it
-    even if it waited: no rank is ready, or local prefill is forbidden and no link is up.
+    even if it waited: no rank is ready, or local prefill is forbidden and no link is up or may come back soon.
     """
     if not ranks:
         raise Unavailable("no rank is ready yet", retry_after_s=1.0)
@@ -85,6 +86,8 @@ def choose(
         rank = _pick(policy, affinity, ranks, [f"rank {view.rank}" for view in ranks])
         return None if rank is None else Route(rank.rank, None)
     if not linked:
+        if any(peer.key in view.links_silent for view in ranks for peer in peers):
+            return None
         raise Unavailable("no prefill engine is connected, and --local-prefill is never", retry_after_s=1.0)
     # A rank whose every linked prefill rank is full must not hide one that has room.
     linked = [view for view in linked if any(p.key in view.links_up and p.load < p.limit for p in peers)]

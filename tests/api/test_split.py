@@ -6,7 +6,8 @@ from __future__ import annotations
 import concurrent.futures
 import re
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import httpx
@@ -45,6 +46,16 @@ TICKET = b"t" * 16
 
 def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text).ids)
+
+
+def remote(text: str) -> Callable[[FakeRank, ToRank], Iterable[ToFront]]:
+    """A completion rank that answers `text` as if its prompt had come from elsewhere."""
+
+    def behave(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Submit):
+            yield output(message.request_id, ids(text), "length", route="remote")
+
+    return behave
 
 
 def grants(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
@@ -326,7 +337,9 @@ def test_what_a_prefill_engine_refuses(stand: Any) -> None:
     assert not [m for m in pe.rank.received if isinstance(m, Prefill)]
     assert post(url, "/prefill", call(pe, "r1")).status_code == 202
     assert post(url, "/prefill", call(pe, "r1")).status_code == 409
-    full = post(url, "/prefill", call(pe, "r2"))
+    # Its completion engine may have r1's first token already, and call for the next one while r1 rings.
+    assert post(url, "/prefill", call(pe, "r2")).status_code == 202
+    full = post(url, "/prefill", call(pe, "r3"))
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")
     assert full.json()["error"]["type"] == "rate_limit_error"
     # The OpenAI routes are not here.
@@ -407,6 +420,46 @@ def test_without_local_prefill_a_link_decides_over_readiness(stand: Any) -> None
     with pytest.raises(httpx.ReadTimeout):
         ce.client.post(CHAT, json=ASK, timeout=0.5)
     assert ce.rank.wait_for(Submit)[0].fallback is False
+
+
+def never(stand: Any, **settings: Any) -> tuple[Any, Any]:
+    """A linked pair whose completion engine never prefills."""
+    pe = stand(accepts, role="pe")
+    pe.server.wait_ready()
+    ce = stand(
+        remote("ok"), role="ce", pe_url=(pe.server.url,), local_prefill="never", ready=False, **settings
+    )
+    ce.rank.send(ce.rank.ready)
+    link(ce, pe)
+    return ce, pe
+
+
+def test_without_local_prefill_a_silent_peer_is_waited_for(stand: Any) -> None:
+    ce, pe = never(stand)
+    ce.rank.link(pe.rank, "suspect", "heartbeats are missing")
+    ce.server.wait_until("/lanes", lambda r: r.json()["links"][0]["state"] == "suspect")
+    assert ce.client.get("/ready").status_code == 503, "others should be asked first"
+    with pytest.raises(httpx.ReadTimeout):
+        ce.client.post(CHAT, json=ASK, timeout=0.5)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ce.client.post, CHAT, json=ASK)
+        ce.server.wait_until("/metrics", lambda r: "kvrail_front_waiting 1.0" in r.text)
+        ce.rank.link(pe.rank)
+        assert answer.result().headers["x-kvrail-prefill"] == "remote"
+
+
+def test_a_silent_peer_is_not_waited_for_for_ever(stand: Any) -> None:
+    ce, pe = never(stand, ticket_ttl_s=1.0)
+    ce.rank.link(pe.rank, "suspect", "heartbeats are missing")
+    ce.server.wait_until("/lanes", lambda r: r.json()["links"][0]["state"] == "suspect")
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(ce.client.post, CHAT, json=ASK) for _ in range(2)]
+        assert [answer.result().status_code for answer in answers] == [503, 503]
+    started = time.monotonic()
+    refused = ce.client.post(CHAT, json=ASK)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert time.monotonic() - started < 0.5
+    assert not [m for m in ce.rank.received if isinstance(m, Submit)]
 
 
 def test_a_wrong_token_is_named(stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kit.host_memory import host_cache_over
 from kit.tiny_families import FAMILIES, tiny_random_model
+from kit.tiny_prompts import VOCABULARY
 from kvrail.kernels import linear
 from kvrail.runtime.checkpoint import Checkpoint, open_checkpoint
 from kvrail.runtime.embedded import EmbeddedEngine
@@ -24,8 +25,6 @@ from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.page_copier import PageCopier
 from kvrail.transfer.pages import PagePool
-
-VOCABULARY = 997
 
 
 def save_tiny(folder: Path, name: str, **changes: Any) -> Path:

@@ -10,6 +10,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,3 +194,37 @@ def test_stopped_while_streaming_and_while_loading(start, folder: Path) -> None:
         each.check_gone(started)
         assert each.server.process.returncode == 0, each.server.tail()
         assert not any(path.exists() for path in each.folders)
+
+
+def test_a_stop_that_reaches_the_whole_group_is_no_alarm(start) -> None:  # type: ignore[no-untyped-def]
+    """As systemd stops a service: the ranks hear of it from elsewhere, and are gone before the front has stopped."""
+    server = start("single").wait_ready()
+    traces = Traces(server)
+    since = time.monotonic()
+    os.killpg(server.process.pid, signal.SIGTERM)
+    traces.check_gone(since)
+    assert " WARNING " not in server.tail()
+
+
+def test_a_test_run_that_is_killed_leaves_no_role_behind(folder: Path) -> None:
+    """Whoever started it cannot stop it any more."""
+    run = (
+        "import sys, time; from pathlib import Path; from kit.cluster import Server; "
+        "server = Server('single', Path(sys.argv[1]) / 'model', Path(sys.argv[1])); "
+        "print(server.process.pid, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-P", "-c", run, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        front = psutil.Process(int(tests.stdout.readline()))
+        try:
+            wait_until(lambda: bool(front.children()), 60, "it has started its rank")
+            role = [front, *front.children(recursive=True)]
+            tests.kill()
+            _, alive = psutil.wait_procs(role, timeout=20)
+            assert not alive
+        finally:
+            tests.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(front.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kit.asking import Asking, ask, make_prompt
-from kit.breakable import LONG, Breakable, wait_idle
+from kit.breakable import LONG, SMALL_LONGEST, Breakable, wait_idle
 from kit.cluster import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -48,6 +48,30 @@ def test_pe_freezes_mid_push(split: Breakable, lane: str) -> None:
         pe.thaw()
     for asking in askings:
         split.check(asking)
+    check_recovered(split)
+
+
+def test_a_late_pe_fails_nobody_where_the_ce_never_prefills(split: Breakable) -> None:
+    """It stands still for longer than heartbeats may be missing, as on a starved machine, then goes on."""
+    ce = split.small()
+    pe = split.pe()
+    askings = [split.begin_push(ce, length=200, longest=SMALL_LONGEST)]
+    pe.freeze()
+    try:
+        # One that has its ticket, one that was let in before the silence was noticed, one that came later.
+        askings.append(Asking(ce, make_prompt(50)))
+        wait_until(
+            lambda: [link["state"] for link in split.links(ce)] == ["suspect"], 10, "the PE is missed", ce
+        )
+        askings.append(Asking(ce, make_prompt(50)))
+        time.sleep(2.0)
+        assert not any(asking.ended for asking in askings)
+    finally:
+        pe.thaw()
+    for asking in askings:
+        split.check(asking.wait())
+        assert asking.route == "remote"
+    wait_idle(pe, ce)
     check_recovered(split)
 
 

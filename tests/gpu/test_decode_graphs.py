@@ -17,6 +17,7 @@ from engine.conftest import greedy
 from gpu.cuda_rig import CudaRig
 from kit.tiny_families import FAMILIES, tiny_random_model
 from kit.tiny_model import END, byte_level_tokenizer
+from kit.tiny_prompts import VOCABULARY, prompt, same_values
 from kvrail.kernels.attention import Slice, StepPlan
 from kvrail.kernels.decode_tables import DecodeTables
 from kvrail.kernels.flashinfer_attention import FlashInferAttention
@@ -27,7 +28,6 @@ from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.model import PagedModel
 
-VOCABULARY = 997
 PAGE_TOKENS = 16
 
 
@@ -49,14 +49,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StepGraphs, "run", run)
     return seen
-
-
-def prompt(length: int, seed: int = 0) -> Any:
-    return np.random.default_rng([seed, length]).integers(4, VOCABULARY, length).astype(np.uint32)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 # --- the pieces -----------------------------------------------------------------------------------------------------
@@ -82,7 +74,7 @@ def test_store_writes_what_it_should_and_nothing_else(gpu, tmp_path, tokens, kv_
     expected = pool.cpu()
     store_tokens(expected, 1, key.cpu(), value.cpu(), torch.from_numpy(lonely))
     store(pool, 1, key, value, torch.from_numpy(lonely).to(gpu))
-    assert _same(pool.cpu(), expected)
+    assert same_values(pool.cpu(), expected)
 
 
 def test_store_refuses_what_it_cannot_do(gpu, tmp_path) -> None:
@@ -131,7 +123,7 @@ def test_attention_equals_the_torch_plan(gpu, tmp_path, count, rows, page_tokens
         assert float((found[:count].float().cpu() - expected).abs().max()) <= 0.02
     assert not bool(found[count:].any()), "a row too many saw something"
     # The plan of the oracle has stored its rows: exactly those have changed here as well.
-    assert _same(pool.cpu(), oracle.bfloat16())
+    assert same_values(pool.cpu(), oracle.bfloat16())
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -150,7 +142,7 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, count, replays) -> No
         eager.forward(pool, text, [Slice(table, 0, start)], [start - 1])
     copy = pool.clone()
     model.prepare_steps(pool, 16, per)
-    assert _same(pool, copy), "capturing has touched a page"
+    assert same_values(pool, copy), "capturing has touched a page"
     assert model._graphs.batches == [1, 2, 4, 8, 16]
     for step in range(20):
         tokens = rng.integers(0, VOCABULARY, count)

@@ -14,6 +14,7 @@ import torch
 from engine.conftest import greedy
 from gpu.cuda_rig import CudaModels, CudaRig
 from kit.tiny_families import FAMILIES, WINDOWED
+from kit.tiny_prompts import prompt
 from kvrail.runtime.cuda_copier import CudaCopier
 from kvrail.transfer import ucx
 from kvrail.transfer.chunked_pool import ChunkedPool
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-VOCABULARY = 997
 # Cycles that keep a stream busy for about a fifth of a second.
 LONG = 400_000_000
 MIB = 1 << 20
@@ -295,10 +295,6 @@ def rig(models: CudaModels) -> Iterator[Callable[..., CudaRig]]:
     yield make
     for one in made:
         one.close()
-
-
-def prompt(length: int, seed: int = 0) -> Any:
-    return np.random.default_rng([seed, length]).integers(4, VOCABULARY, length).astype(np.uint32)
 
 
 def flushed(one: CudaRig) -> None:

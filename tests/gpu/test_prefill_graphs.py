@@ -13,6 +13,7 @@ import torch
 
 from engine.conftest import greedy
 from gpu.cuda_rig import CudaRig
+from kit.tiny_prompts import VOCABULARY, prompt, same_values
 from kvrail.kernels.attention import Slice, StepPlan
 from kvrail.kernels.flashinfer_attention import FlashInferAttention
 from kvrail.kernels.flashinfer_fixed import FixedAttention
@@ -20,7 +21,6 @@ from kvrail.kernels.prefill_tables import PREFILL_SEQUENCES, PrefillTables
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.step_graphs import StepGraphs
 
-VOCABULARY = 997
 PAGE_TOKENS = 16
 
 
@@ -38,14 +38,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StepGraphs, "run", run)
     return seen
-
-
-def prompt(length: int, seed: int = 0) -> Any:
-    return np.random.default_rng([seed, length]).integers(4, VOCABULARY, length).astype(np.uint32)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def _slices(rng: np.random.Generator, lengths: list[int], page_tokens: int, pages: list[int]) -> list[Slice]:
@@ -114,7 +106,7 @@ def test_attention_equals_the_torch_plan(
         assert float((found[:real].float().cpu() - expected).abs().max()) <= 0.04
         # Exactly the new rows of this layer have changed.
         StepPlan(oracle, slices, torch.float32).store(2, wide["key"], wide["value"])
-    assert _same(pool.cpu(), oracle.bfloat16())
+    assert same_values(pool.cpu(), oracle.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +123,7 @@ def test_a_step_equals_the_launched_one(model, eager, gpu, lengths, replays) -> 
             eager.forward(pool, text, [Slice(part.pages, 0, part.start)], [part.start - 1])
     copy = pool.clone()
     model.prepare_steps(pool, 16, 40)
-    assert _same(pool, copy), "capturing has touched a page"
+    assert same_values(pool, copy), "capturing has touched a page"
     assert model._graphs.chunks[-1] == 512
     tokens = rng.integers(0, VOCABULARY, sum(lengths))
     ends = (np.cumsum(lengths) - 1).tolist()

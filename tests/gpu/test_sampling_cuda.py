@@ -17,12 +17,12 @@ from llguidance import LLMatcher
 from engine.conftest import Models, Rig, greedy
 from gpu.cuda_rig import CudaModels
 from kit.tiny_model import END, byte_level_tokenizer
+from kit.tiny_prompts import VOCABULARY, prompt
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.processors import Row, TokenHistory
 from kvrail.runtime.sampler import sample
 
-VOCABULARY = 997
 TOKENIZER = byte_level_tokenizer()
 SCHEMA = {
     "type": "object",
@@ -42,10 +42,6 @@ def grammars() -> Iterator[Grammars]:
     made = Grammars(TOKENIZER.to_str, VOCABULARY)
     yield made
     made.close()
-
-
-def prompt(length: int, seed: int = 0) -> Any:
-    return np.random.default_rng([seed, length]).integers(4, VOCABULARY, length).astype(np.uint32)
 
 
 def rows() -> list[Row]:

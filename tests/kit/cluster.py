@@ -21,6 +21,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from kvrail.runtime.bound import bound_command
+
 __all__ = ["Server", "free_port", "serving", "wait_until"]
 
 
@@ -42,7 +44,7 @@ def wait_until(holds: Callable[[], bool], within_s: float, what: str, *servers: 
 
 
 class Server:
-    """One role: the front process and its ranks, in a session of their own."""
+    """One role: the front process and its ranks, in a session of their own. However the test run ends, it does, too."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Server:
         command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command,
+                bound_command(command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -95,7 +95,9 @@ class World:
 
     # --- what the CE does -------------------------------------------------------------------------------------
 
-    def submit(self, host: int, tokens: int, verify: bool, prompt: int, ahead: bool = False) -> None:
+    def submit(
+        self, host: int, tokens: int, verify: bool, prompt: int, ahead: bool = False, patient: bool = False
+    ) -> None:
         """`prompt`: prompts of one number begin alike. `ahead`: its call is made whether or not there is a grant."""
         link = self.hosts[host].key
         before = self.receiver.held(link), self.pool.shared
@@ -106,7 +108,14 @@ class World:
             self.calls.append((host, name, ticket_id))
         try:
             ticket = self.receiver.grant(
-                self.now, name, link, tokens, keys=keys, verify=verify, ticket_id=ticket_id
+                self.now,
+                name,
+                link,
+                tokens,
+                keys=keys,
+                verify=verify,
+                patient=patient,
+                ticket_id=ticket_id,
             )
         except (NoPages, LinkLost):
             self.seen["called in vain"] += ahead

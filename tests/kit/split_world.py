@@ -8,7 +8,10 @@ that was reused meanwhile gives wrong tokens, and a target page that no ticket h
 from __future__ import annotations
 
 import ctypes
+import random as pacing
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +112,22 @@ class _Writer:
                     self.world.tell_pe(self, "progress", True)
 
 
+class Checksums(Executor):
+    """The thread of checksums, which gets on when the world says so."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append(lambda: future.set_result(work(*args, **options)))
+        return future
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.popleft()()
+
+
 class SplitWorld:
     """`ce` and `pe` are Rigs of one model. Call `act` as often as wanted, then `settle`."""
 
@@ -132,6 +151,7 @@ class SplitWorld:
         self.pe_events: deque[WriterEvent] = deque()
         self.calls: deque[Any] = deque()
         self.writers: list[_Writer] = []
+        self.checksums, self.pace = Checksums(), pacing.Random(0)
         self.ce_pools, self.pe_pools = _pools(ce), _pools(pe)
         self.tokens: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
@@ -171,6 +191,7 @@ class SplitWorld:
             verify_share=verify,
             seats=min(seats, pool.state_slots or seats),
             largest_ticket=min(int(share * pool.pages), pool.pages - pool.growth_reserve),
+            checksums=self.checksums,
         )
         self.prefilling = Prefilling(
             engine=pe.engine,
@@ -319,6 +340,8 @@ class SplitWorld:
         self.prefilling.on_link(self.now, PeerBeat(CE, self.ce_beat))
 
     def step(self, rig: Any, role: Any) -> bool:
+        if role is self.completion and self.pace.random() < 0.7:
+            self.checksums.run()
         role.tick(self.now)
         if not rig.engine.has_work:
             return False
@@ -401,7 +424,15 @@ class SplitWorld:
             self.hear_ce(100)
             worked |= self.step(self.ce, self.completion)
             self.check()
-            busy = worked or self.open or self.to_ce or self.to_pe or self.pe_events or self.calls
+            busy = (
+                worked
+                or self.open
+                or self.checksums.waiting
+                or self.to_ce
+                or self.to_pe
+                or self.pe_events
+                or self.calls
+            )
             if not busy and not self.sender.gauges()["tickets"] and not any(self.receiver.gauges().values()):
                 return
         raise AssertionError(f"it does not come to an end: {list(self.open)}, {self.sender.gauges()}")

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from kit.vllm_pair import free_port, ticket
+from kvrail.runtime.bound import bound_command
 
 __all__ = ["Router", "VllmServer", "random_prompt"]
 
@@ -64,7 +65,9 @@ class VllmServer:
         command += ["--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager"]
         command += ["--max-num-batched-tokens", "256", "--kv-transfer-config", json.dumps(transfer), *more]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                bound_command(command), stdout=log, stderr=log, start_new_session=True
+            )
         # Nothing is kept alive: a server that is busy may close a connection just as it is used again.
         self.http = httpx.Client(
             base_url=self.url, timeout=120.0, limits=httpx.Limits(max_keepalive_connections=0)

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from kit.cluster import wait_until
 from kvrail.frontend import bench_rank, bench_session
 from kvrail.frontend.bench_measure import Plan, measure
 from kvrail.frontend.bench_nixl import nixl_version
@@ -80,6 +85,24 @@ def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     (record,) = measure(Plan({"host->host": ((4096, 4),)}, ("shm",), 1, latency=False), say=print)
     assert isinstance(record, Record)
     assert record.verified is False
+
+
+def test_ctrl_c_is_no_traceback() -> None:
+    """It reaches the whole group of a terminal; nothing of the receiving process stays, either."""
+    command = [sys.executable, "-P", "-m", "kvrail.frontend.transfer_bench", "--rounds", "100000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as bench:
+        started: list[psutil.Process] = []
+        wait_until(
+            lambda: bool(started.extend(psutil.Process(bench.pid).children()) or started), 60, "it measures"
+        )
+        time.sleep(3)
+        os.killpg(bench.pid, signal.SIGINT)
+        said, _ = bench.communicate(timeout=60)
+    assert bench.returncode not in (0, None)
+    assert "Traceback" not in said, said
+    assert not psutil.wait_procs(started, timeout=10)[1]
 
 
 def test_bad_arguments_are_refused() -> None:

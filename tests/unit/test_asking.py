@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from kvrail.frontend import check_identity, check_storm
 from kvrail.frontend.asking import ask, asker, cache_page_tokens
 
 _ANSWERS = {
@@ -41,6 +42,17 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.mark.parametrize("check", [check_identity.main, check_storm.main])
+@pytest.mark.parametrize("lane", ["foo", "put/", "shm/tcp", ""])
+def test_a_lane_that_there_is_not_is_refused_before_anybody_is_asked(
+    check: Callable[..., None], lane: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check(ref="http://127.0.0.1:1", split="http://127.0.0.1:1", expect_lane=lane)
+    assert ended.value.code == 2
+    assert f"--expect-lane {lane}: must be shm, peer, put, put/cma" in capsys.readouterr().err
 
 
 def test_no_proxy_stands_between_a_tool_and_its_server(url: str) -> None:

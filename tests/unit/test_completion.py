@@ -38,7 +38,7 @@ class Bench:
             prefix_keys=lambda tokens, cache: [],
             has_work=True,
         )
-        links: Any = SimpleNamespace(send=lambda key, message: None)
+        links: Any = SimpleNamespace(send=lambda key, message: None, fence=lambda key, reason: None)
         self.role = Completion(
             engine=engine,
             pool=pool,
@@ -115,6 +115,26 @@ def test_who_waited_for_a_share_in_vain_is_prefilled_here() -> None:
     assert bench.local == ["a2"]
     (failed,) = [message for message in bench.sent if isinstance(message, Failed)]
     assert (failed.request_id, failed.status) == ("a3", 503)
+
+
+def test_who_may_not_be_prefilled_here_waits_for_a_silent_peer() -> None:
+    bench = Bench()
+    bench.receiver.link_suspect(0, A)
+    for request, peer, fallback in (("a2", A, True), ("a1", A, False), ("b1", B, False)):
+        bench.submit(request, peer, 1, fallback=fallback)
+    assert bench.granted() == ["b1"], "who waits for a silent peer holds up nobody else"
+    assert bench.local == ["a2"]
+    bench.role.handle(2, Abort(request_id="b1"))
+    bench.receiver.link_recovered(A)
+    assert bench.granted(now=20) == ["a1"]
+    bench.receiver.link_suspect(21, A)
+    bench.submit("a3", A, 1, fallback=False)
+    bench.submit("a4", A, 1, fallback=False)
+    bench.role.tick(29)
+    assert bench.sent == []
+    bench.role.tick(31)
+    failed = {message.request_id: message.status for message in bench.sent if isinstance(message, Failed)}
+    assert failed == {"a3": 503, "a4": 503}, "a1 has a ticket, which lives on"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvrail.runtime.completion import Completion
-from kvrail.runtime.messages import Failed, Outputs, Sampling, Submit
+from kvrail.runtime.messages import Abort, Failed, Outputs, Sampling, Submit
 from kvrail.transfer.checksums import pack_checksums, page_checksums
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import LaneInfo, LinkKey, LinkUp, Received
@@ -43,9 +46,18 @@ class FakeEngine:
 
 
 class Landing:
-    """A CE whose one request lands: three pages over `lane`. `flush`: what the GPU's flush of remote writes does."""
+    """A CE whose one request lands: three pages over `lane`. `flush`: what the GPU's flush of remote writes does.
 
-    def __init__(self, lane: LaneInfo = SHM, flush: Callable[[], None] | None = None) -> None:
+    `slowly`: checksums take until somebody sets `summing`.
+    """
+
+    def __init__(
+        self, lane: LaneInfo = SHM, flush: Callable[[], None] | None = None, slowly: bool = False
+    ) -> None:
+        self.summing = threading.Event() if slowly else None
+        slow: Any = None
+        if self.summing is not None:
+            slow = ThreadPoolExecutor(1, initializer=self.summing.wait, initargs=(30,))
         self.memory = np.arange(8 * LAYOUT.page_bytes // 4, dtype=np.uint32)
         pages: Any = SimpleNamespace(
             address=self.memory.ctypes.data, unit_bytes=LAYOUT.page_bytes, name="pages", units=8
@@ -64,6 +76,7 @@ class Landing:
             verify_share=1.0,
             seats=4,
             largest_ticket=8,
+            checksums=slow,
         )
         self.completion.on_link(0.0, LinkUp(PE, 1, lane))
         sampling = Sampling(max_tokens=5, seed=1)
@@ -77,8 +90,13 @@ class Landing:
         """Flip a bit of the second page; a second time it is right again."""
         self.memory[int(unpack_u32(self.grant.pages)[1]) * LAYOUT.page_bytes // 4 + 5] ^= 1
 
-    def land(self, *, first_token_ahead: bool = False) -> tuple[list[Failed], list[Any]]:
-        """(failures, what was emitted) by the doorbell, and a first token ahead of it."""
+    def land(
+        self, *, first_token_ahead: bool = False, leaves: bool = False
+    ) -> tuple[list[Failed], list[Any]]:
+        """(failures, what was emitted) by the doorbell, and a first token ahead of it.
+
+        `leaves`: the client does, while checksums are computed.
+        """
         grant, hand_off = self.grant, HandOff(first_token=7, seed=1, next_position=41)
         if first_token_ahead:
             ahead = FirstToken(ticket=grant.ticket, epoch=1, hand_off=hand_off)
@@ -93,7 +111,19 @@ class Landing:
             checksums=pack_checksums(self.sums),
         )
         self.completion.on_link(1.0, Received(PE, bell))
+        if self.summing is not None:
+            self.completion.tick(1.0)
+            # Whoever has the pages keeps them until the verdict.
+            assert (self.engine.adopted, self.pool.owned) == ([], 3)
+            if leaves:
+                self.completion.handle(1.0, Abort(request_id="r"))
+                self.completion.tick(1.0)
+                assert self.pool.owned == 3
+            self.summing.set()
+        assert select.select([self.completion.wake_fd], [], [], 30)[0]
         self.completion.tick(1.0)
+        assert not select.select([self.completion.wake_fd], [], [], 0)[0], "it would not sleep any more"
+        self.completion.close()
         self.pool.check()
         return (
             [message for message in self.told if isinstance(message, Failed)],
@@ -116,6 +146,16 @@ def test_damaged_pages_are_never_decoded(damaged: bool, first_token_ahead: bool)
         assert len(emitted) == first_token_ahead
     else:
         assert (failures, landing.engine.adopted, len(emitted)) == ([], ["r"], 1)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_running_answers_do_not_wait_for_checksums(leaves: bool) -> None:
+    """The loop turns on while they are computed; pages whose client leaves meanwhile are free only afterwards."""
+    landing = Landing(slowly=True)
+    failures, emitted = landing.land(leaves=leaves)
+    assert (failures, landing.engine.adopted) == ([], [] if leaves else ["r"])
+    assert len(emitted) == (not leaves)
+    assert landing.pool.free == (8 if leaves else 5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrail.frontend import demo_gpus
+from kvrail.frontend import demo, demo_gpus
 from kvrail.frontend.demo_gpus import NEED_BYTES, Devices, GpuFound, choose, look
 
 
@@ -81,3 +81,14 @@ def test_what_the_look_says_is_believed(
     monkeypatch.setattr(demo_gpus, "mps_sign", lambda: "")
     monkeypatch.setattr(subprocess, "run", instead)
     assert look() == devices
+
+
+@pytest.mark.parametrize("wrong", [{"device": "foo"}, {"lane": "pigeon"}, {"dtype": "int3"}])
+def test_what_the_demo_cannot_do_is_said_before_anything_is_fetched(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_run", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit):
+        demo.main(**wrong)  # type: ignore[arg-type]
+    (name, value), *_ = wrong.items()
+    assert f"demo failed: --{name} {value}: must be" in capsys.readouterr().out

@@ -9,11 +9,12 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from rich.console import Console
 
 from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.arrivals import Load, run_load
 from kvrail.frontend.load.prompts import Prompts, TextLength
-from kvrail.frontend.load.report import Cell, compare
+from kvrail.frontend.load.report import Cell, compare, table
 from kvrail.frontend.load.request import Target, post
 
 PROMPTS = Prompts("known", (300, 2000))
@@ -172,6 +173,20 @@ def test_concurrency_is_kept_and_prompts_are_new() -> None:
     prompts = [tuple(body["prompt"]) for body in known.bodies]
     assert len(set(prompts)) == 10
     assert all(len(prompt) == 16 and all(300 <= one < 2000 for one in prompt) for prompt in prompts)
+
+
+def test_names_and_rates_are_whole_on_a_narrow_terminal() -> None:
+    """Times take two lines instead; a table is also read out of a log, 80 columns wide."""
+    times = {"p50": 12345.6, "p90": 23456.7, "p99": 34567.8, "max": 45678.9}
+    kind = {"good": 300, "requests": 300, "ttft_ms": times, "itl_ms": times}
+    name = "prefill.example:8888"
+    record = {"url": f"http://{name}", "load": "4096 in", "tok_per_s": 4321.5, "kinds": {"short": kind}}
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(table([record]))
+    words = shown.get().split()
+    for whole in (name, "300/300", "4,321.5", *(f"{value:,.1f}" for value in times.values())):
+        assert whole in words, shown.get()
 
 
 def test_rate_and_long_prompts() -> None:

@@ -68,11 +68,14 @@ class Protocol(RuleBasedStateMachine):
         called=st.sampled_from([True, True, False]),
         prompt=st.integers(0, 3),
         ahead=st.booleans(),
+        patient=st.booleans(),
     )
-    def submit(self, host: int, tokens: int, verify: bool, called: bool, prompt: int, ahead: bool) -> None:
+    def submit(
+        self, host: int, tokens: int, verify: bool, called: bool, prompt: int, ahead: bool, patient: bool
+    ) -> None:
         """A request gets its grant; its call may be faster or slower than that, or there without one."""
         waiting = len(self.world.calls)
-        self.world.submit(host, tokens, verify, prompt, ahead)
+        self.world.submit(host, tokens, verify, prompt, ahead, patient)
         if called and len(self.world.calls) > waiting:
             self.call(0)
 
@@ -273,7 +276,8 @@ def walk(seed: int, steps: int) -> World:
 
     def submit() -> None:
         ahead = chance.random() < 0.5
-        machine.submit(some(2), some(19), chance.random() < 0.5, chance.random() < 0.8, some(2), ahead)
+        verify, called, patient = (chance.random() < odds for odds in (0.5, 0.8, 0.3))
+        machine.submit(some(2), some(19), verify, called, some(2), ahead, patient)
 
     def compute() -> None:
         finish = chance.choice([None, None, None, None, "length"])

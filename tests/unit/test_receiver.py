@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrail.transfer.errors import LinkLost, NoPages, ShareUsed
+from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages, ShareUsed
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.receiver import Receiver
@@ -401,6 +401,41 @@ def test_a_silent_peer_loses_its_requests_at_once_but_not_its_pages() -> None:
     bench.grant(4)
     bench.say(quiesced(ticket))
     assert (bench.pool.quarantined, bench.pool.owned) == (0, 1)
+
+
+def test_who_has_no_other_way_waits_for_a_silent_peer() -> None:
+    """Its ticket lives on, by the same time to live; others are lost at once."""
+    bench = Bench()
+    patient, other = bench.grant(patient=True), bench.grant(request="r2")
+    bench.ledger.link_suspect(1, PE)
+    lost, _ = bench.take(Lost, Send)
+    assert lost.ticket == other
+    assert bench.ledger.next_deadline() == 6, "only the cancelled ticket waits for an answer"
+    with pytest.raises(LinkSilent):
+        bench.ledger.grant(1, "r3", PE, 4, patient=True)
+    bench.ledger.link_recovered(PE)
+    bench.say(bell(patient), now=25)
+    (landed,) = bench.take(Landed)
+    assert landed.ticket == patient
+
+
+def test_patience_ends_with_the_ticket_and_with_the_link() -> None:
+    bench = Bench()
+    late = bench.grant(patient=True)
+    bench.ledger.link_suspect(1, PE)
+    bench.ledger.reap(29)
+    bench.take()
+    bench.ledger.reap(30)
+    lost, send = bench.take(Lost, Send)
+    assert (lost.ticket, type(send.message)) == (late, Cancel)
+    bench.ledger.link_recovered(PE)
+    dead = bench.grant(patient=True, now=31)
+    bench.ledger.link_suspect(32, PE)
+    bench.ledger.link_down(33, PE, 1, "its process ended")
+    assert [effect.ticket for effect in bench.take(Lost, Fence) if isinstance(effect, Lost)] == [dead]
+    with pytest.raises(LinkLost) as gone:
+        bench.ledger.grant(34, "r3", PE, 4, patient=True)
+    assert type(gone.value) is LinkLost
 
 
 def test_where_only_the_process_end_proves_a_frozen_peer_is_not_fenced() -> None:

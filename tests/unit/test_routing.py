@@ -96,6 +96,16 @@ def test_where_the_prompt_is_prefilled(local_prefill: str, short: bool, up: bool
     assert chosen == Route(0, a if wanted == "remote" else None)
 
 
+def test_a_silent_peer_is_waited_for_only_where_nothing_else_can_serve() -> None:
+    a, b = peer(1), peer(2)
+    silent = RankView(0, 0, 4, links_silent=frozenset({a.key}))
+    assert route([silent], [a], local_prefill="never") is None
+    assert route([silent], [a]) == Route(0, None)
+    assert route([silent, linked(1, b)], [a, b], local_prefill="never") == Route(1, b)
+    with pytest.raises(Unavailable, match="no prefill engine"):
+        route([silent], [b], local_prefill="never")
+
+
 def test_full_means_wait_and_none_means_refuse() -> None:
     assert route([RankView(0, 4, 4)]) is None
     a = peer(1, load=4)

@@ -114,7 +114,11 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
         pool->key = std::make_shared<RemoteKey>(link.endpoint_->handle(), key);
         pool->packed_key = key;
       }
-      if (auto older = link.pool(id)) pool->keep_ways_of(*older);
+      if (auto older = link.pool(id)) {
+        pool->keep_ways_of(*older);
+        // UCX reads the key of a put until the put is over.
+        link.replaced_.push_back(std::move(older));
+      }
       link.pools_[id] = pool;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());

@@ -170,6 +170,7 @@ class Link : public std::enable_shared_from_this<Link> {
   ucs_status_t error_ = UCS_OK;
   bool error_told_ = false;
   std::map<std::uint32_t, std::shared_ptr<Pool>> pools_;
+  std::vector<std::shared_ptr<Pool>> replaced_;  // by another import of their id
   std::uint64_t next_number_ = 0;
   Ordered inbox_;
 

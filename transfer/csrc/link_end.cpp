@@ -94,6 +94,7 @@ void Link::step_end(Nanos now) {
 void Link::destroy_worker() {
   // Keys belong to the endpoint, the endpoint to the worker.
   pools_.clear();
+  replaced_.clear();
   endpoint_.reset();
   if (worker_) reactor_.forget_worker(worker_->event_fd());
   worker_.reset();
