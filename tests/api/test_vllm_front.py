@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -217,6 +218,57 @@ def test_no_path_leads_out_of_what_clients_may_call(tmp_path: Path, behind: Behi
         raw.connect(front._listener.getsockname())
         raw.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         assert raw.recv(1000).split()[1] == b"404"
+
+
+_SMUGGLED = b"POST /v1/completions?smuggled HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
+_LENGTH = b"content-length: %d\r\n" % len(_SMUGGLED)
+_CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_SMUGGLED), _SMUGGLED)
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "body", "fine"),
+    [
+        (b"POST", _LENGTH + b"connection: content-length, host, x-request-id\r\n", _SMUGGLED, True),
+        (b"POST", b"transfer-encoding: chunked\r\n", _CHUNKED, True),
+        (b"POST", b"expect: 100-continue\r\n" + _LENGTH, _SMUGGLED, True),
+        (b"GET", _LENGTH, _SMUGGLED, True),
+        (b"DELETE", b"transfer-encoding: chunked\r\n", _CHUNKED, True),
+        (b"POST", b"transfer-encoding: chunked\r\n" + _LENGTH, _SMUGGLED, False),
+        (b"POST", b"transfer-encoding: x\r\n" + _LENGTH, _SMUGGLED, False),
+        (b"POST", b"content-length: 0\r\n" + _LENGTH, _SMUGGLED, False),
+        (b"GET", b"x: a\r\n\tb\r\n" + _LENGTH, _SMUGGLED, False),
+        (b"GET", b"x: a\rtransfer-encoding: chunked\r\n", b"", False),
+        (b"GET", b"x: a\ntransfer-encoding: chunked\r\n", b"", False),
+        (b"GET", b"x: a\0b\r\n", b"", False),
+    ],
+)  # fmt: skip
+def test_one_request_is_one_behind(
+    tmp_path: Path, behind: Behind, method: bytes, headers: bytes, body: bytes, fine: bool
+) -> None:
+    """Whatever a client's framing says: nothing of its headers and body becomes a request of its own."""
+    asked: list[tuple[str, bytes]] = []
+    app: Any = behind.app
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].startswith("/v1/"):
+            asked.append((scope["method"], scope["query_string"]))
+        await app(scope, receive, send)
+
+    behind.app = noting  # type: ignore[assignment]
+    with serving(tmp_path, behind) as front:
+        with socket.create_connection(
+            (front.http.base_url.host, front.http.base_url.port or 0), 10
+        ) as client:
+            client.sendall(
+                method + b" /v1/completions?real HTTP/1.1\r\nhost: a\r\n" + headers + b"\r\n" + body
+            )
+            said = b""
+            while not (status := re.findall(rb"HTTP/1.1 ([2-5]\d\d)", said)):
+                said += client.recv(4096)
+            assert (status != [b"400"]) == fine
+        # Behind all that the one before has put into the same connection.
+        assert front.http.post("/v1/completions?after", json={}).status_code == 201
+    assert asked == [(method.decode(), b"real")] * fine + [("POST", b"after")]
 
 
 def test_keys_and_room(tmp_path: Path, behind: Behind) -> None:
