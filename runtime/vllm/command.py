@@ -125,6 +125,8 @@ def server_variables(config: LaunchConfig) -> dict[str, str]:
     """Environment variables that the server needs whatever the user has set."""
     # A key of its own would lock the front out. The other one is a default that vLLM takes from the environment too.
     found = {"VLLM_API_KEY": "", "VLLM_LOGGING_LEVEL": config.log_level.upper()}
+    # Longer than the front keeps idle connections, or a request of a client's meets one that is being closed.
+    found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "30"
     if config.threads is not None:
         found["OMP_NUM_THREADS"] = str(config.threads)
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvrail.runtime.config import LaunchConfig
+from kvrail.runtime.control.upstream import Upstream
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.command import (
     check_settings,
@@ -47,6 +49,8 @@ def test_names_map_onto_those_of_vllm() -> None:
     assert "--kv-transfer-config" not in found, "one engine moves nothing"
     assert server_variables(config)["OMP_NUM_THREADS"] == "2"
     assert server_variables(config)["VLLM_API_KEY"] == "", "it would lock the front out"
+    kept_s = inspect.signature(Upstream).parameters["idle_s"].default
+    assert int(server_variables(config)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) >= 2 * kept_s
 
 
 @pytest.mark.parametrize(("role", "kv_role"), [("pe", "kv_producer"), ("ce", "kv_consumer")])
