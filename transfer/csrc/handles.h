@@ -102,7 +102,7 @@ class PyWriter {
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
   void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets,
-            const PyFence* after, const std::string& way) {
+            const PyFence* after, const std::string& way, std::uint32_t rail) {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
@@ -116,7 +116,7 @@ class PyWriter {
       using List = std::vector<std::uint32_t>;
       auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
                                            List(targets.data() + first, targets.data() + end), wished, fence,
-                                           end == sources.size());
+                                           end == sources.size(), rail);
       link_->link->on_writer_light(writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); },
                                    {pool, sources.size(), wished});
       first = end;
