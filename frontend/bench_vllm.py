@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pair of vLLM engines that kvrail splits, against the same with vLLM's own NIXL connector: same vLLM, same prompts.
 
-The pairs take turns on this host's CPU, one there at a time: NIXL's progress threads never sleep, and whoever stood
-beside them would have fewer cores. Needs vLLM, and `pip install nixl`.
+Both pairs are up on this host's CPU and are asked in turns, a few seconds each, one there at a time. Needs vLLM, and
+`pip install nixl`.
 """
 
 from __future__ import annotations
@@ -12,233 +12,230 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
+import numpy as np
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from kvrail.frontend.launched import Launched, LaunchFailed, free_port
+from kvrail.frontend.bench_vllm_model import tiny_model
+from kvrail.frontend.bench_vllm_pairs import CONNECTORS, NAME, Engines, KvrailPair, NixlPair, Pair
+from kvrail.frontend.launched import LaunchFailed, undisturbed
+from kvrail.frontend.load.answer import read
 from kvrail.frontend.load.arrivals import Load, run_load
 from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
 from kvrail.frontend.refusing import refuse
-from kvrail.runtime.bound import bound_command
-from kvrail.runtime.config import child_environment
 
 __all__ = ["main"]
 
-_START_S = 600.0
-_CONNECTORS = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
-_NAME = "m"
+# Of the whole run: engines have started by the first, and no load begins after the second.
+_START_S, _LOADS_UNTIL_S = 420.0, 600.0
+# At most: one answer, and all that begins of one load.
+_ANSWER_S, _LOAD_S = 60.0, 20.0
+# vLLM's processes wait for each other without sleeping for a second after each message. That of the pair that was asked
+# before is over by then.
+_SETTLE_S = 1.2
 
 
-class _Plain:
-    """A plain vLLM server or its router, in a session of its own, ended as a whole."""
+class _Side:
+    """One pair, its figures, and the first-token times of each round in ms, by load."""
 
-    def __init__(self, name: str, logs: Path, command: Sequence[str], **variables: str) -> None:
-        self.log = logs / f"{name}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                bound_command([sys.executable, "-P", "-m", *command]),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**child_environment(OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1"), **variables},
-                start_new_session=True,
-            )
+    def __init__(self, name: str, pair: Pair, loads: Sequence[tuple[str, Load]]) -> None:
+        self.name, self.pair = name, pair
+        self.cells = [
+            Cell(name, what, {"in": load.tokens_in, "clients": load.concurrency}) for what, load in loads
+        ]
+        self.firsts: list[list[float]] = [[] for _ in loads]
 
-    def wait_ready(self, url: str, deadline: float) -> None:
-        """Return when it answers; raises LaunchFailed."""
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(url, timeout=2, trust_env=False).status_code == 200:
-                    return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                text = self.log.read_text(errors="replace")[-3000:]
-                raise LaunchFailed(f"{self.log.stem} did not start; its log ends with:\n{text}")
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        """End it and all that it started."""
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@dataclass(frozen=True)
-class _Engines:
-    """What all engines are given; `vllm`: in vLLM's own words."""
-
-    model: str
-    dtype: str
-    max_model_len: int
-    vllm: list[str]
-
-
-def _common(engines: _Engines) -> list[str]:
-    """Flags that kvrail and vLLM call alike."""
-    flags = ["--model", engines.model, "--served-model-name", _NAME, "--dtype", engines.dtype]
-    return [*flags, "--max-model-len", str(engines.max_model_len)]
-
-
-def _kvrail(stack: contextlib.ExitStack, engines: _Engines, logs: Path) -> tuple[str, list[Launched]]:
-    """URL, and the roles."""
-    common = ["--engine", "vllm", *_common(engines), "--runtime-dir", str(logs / "run")]
-    roles: list[Launched] = []
-    for role in ("pe", "ce"):
-        more = ["--pe-url", roles[0].url] if roles else []
-        roles.append(Launched(role, free_port(), logs, *common, *more, "--", *engines.vllm))
-        stack.callback(roles[-1].stop)
-    return roles[1].url, roles
-
-
-def _nixl(stack: contextlib.ExitStack, how: str, engines: _Engines, logs: Path) -> tuple[str, list[Any]]:
-    """URL of the router, and what is to be ready: (process, URL)."""
-    urls, waits = [], []
-    for role in ("kv_producer", "kv_consumer"):
-        port = free_port()
-        transfer = {"kv_connector": _CONNECTORS[how], "kv_role": role, "kv_buffer_device": "cpu"}
-        command = ["vllm.entrypoints.openai.api_server", *_common(engines)]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--kv-transfer-config", json.dumps(transfer), *engines.vllm]
-        server = _Plain(
-            f"{how}-{role}",
-            logs,
-            command,
-            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-            VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
-            UCX_TLS="tcp,sm,self",
-        )
-        stack.callback(server.stop)
-        urls.append(f"http://127.0.0.1:{port}")
-        waits.append((server, f"{urls[-1]}/health"))
-    port = free_port()
-    router = _Plain(
-        f"{how}-router",
-        logs,
-        ["kvrail.frontend.bench_vllm_router", "--port", str(port), "--prefill", urls[0], "--decode", urls[1]],
-    )
-    stack.callback(router.stop)
-    url = f"http://127.0.0.1:{port}"
-    return url, [*waits, (router, f"{url}/v1/models")]
-
-
-def _wait_linked(url: str, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        engines = httpx.get(f"{url}/lanes", timeout=5, trust_env=False).json()["prefill_engines"]
-        if engines and not any(one["trouble"] for one in engines):
-            return
-        time.sleep(0.5)
-    raise LaunchFailed(f"no link: {engines}")
-
-
-def _start(stack: contextlib.ExitStack, who: str, engines: _Engines, logs: Path) -> str:
-    """Start a pair, and return its URL when it serves."""
-    deadline = time.monotonic() + _START_S
-    if who == "kvrail":
-        url, roles = _kvrail(stack, engines, logs)
-        for role in roles:
-            role.wait_ready(deadline)
-        _wait_linked(url, deadline)
-        return url
-    url, waits = _nixl(stack, who, engines, logs)
-    for server, asked in waits:
-        server.wait_ready(asked, deadline)
-    return url
-
-
-def _turn(
-    who: str, number: int, engines: _Engines, loads: list[Load], cells: list[Cell], say: Console
-) -> None:
-    """Start a pair, load it, stop it."""
-    prompts = Prompts(_NAME, (300, 2000), 0)
-    with (
-        tempfile.TemporaryDirectory(prefix="bench_vllm") as folder,
-        contextlib.ExitStack() as stack,
-        say.status(f"turn {number + 1}, {who}: starting") as status,
-    ):
-        target = Target(_start(stack, who, engines, Path(folder)))
-        for at, (load, cell) in enumerate(zip(loads, cells, strict=True)):
-            status.update(f"turn {number + 1}, {who}: {cell.name}")
-            first = 1_000_000 * (1 + number * len(loads) + at)
-            # What a server does once only (compiling, growing) is not what is measured.
-            warm_up = Load(load.tokens_in, min(load.tokens_out, 16), requests=1)
-            asyncio.run(run_load(warm_up, target, prompts, first + 999_000))
-            cell.add(asyncio.run(run_load(load, target, prompts, first)))
+    def turn(self, loads: Sequence[tuple[str, Load]], prompts: Prompts, first: int, until: float) -> bool:
+        """Ask it all loads once; no number of a prompt is used twice. False when `until` came first."""
+        with self.pair.awake():
+            time.sleep(_SETTLE_S)
+            target = Target(self.pair.url)
+            for at, (_, load) in enumerate(loads):
+                if time.monotonic() > until:
+                    return False
+                number = first + 1000 * at
+                # What comes first after a pause, or first of all, is not what is measured.
+                asyncio.run(run_load(replace(load, requests=1, concurrency=1), target, prompts, number + 999))
+                turn = asyncio.run(run_load(load, target, prompts, number))
+                self.cells[at].add(turn)
+                good = [trace.first_s for trace in map(read, turn.recordings) if not trace.error]
+                self.firsts[at].append(1e3 * float(np.median(good)) if good else float("nan"))
+            return True
 
 
 def main(
-    model: Annotated[str, typer.Option(help="folder of a model")],
+    model: Annotated[
+        str, typer.Option(help="folder of a model; without it a tiny one with random weights is made")
+    ] = "",
     against: Annotated[str, typer.Option(help="nixl or nixl-push")] = "nixl",
     tokens_in: Annotated[
         str, typer.Option("--in", help="tokens of a prompt; several: a load each")
-    ] = "128,700,1500",
-    tokens_out: Annotated[int, typer.Option("--out", min=2, help="tokens of an answer")] = 32,
-    requests: Annotated[int, typer.Option(min=1, help="requests of each length, pair and turn")] = 10,
-    turns: Annotated[int, typer.Option(min=1, help="how often each pair is started")] = 2,
+    ] = "128,500,1500",
+    tokens_out: Annotated[int, typer.Option("--out", min=2, help="tokens of an answer")] = 24,
+    requests: Annotated[int, typer.Option(min=1, help="requests of each load, pair and round")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="how often the pairs are asked in turns")] = 12,
+    clients: Annotated[
+        int, typer.Option(min=1, help="also so many clients at a time, with the middle one of the lengths")
+    ] = 4,
+    quick: Annotated[bool, typer.Option(help="two rounds and one length, to see whether it works")] = False,
+    nixl_threads: Annotated[
+        int,
+        typer.Option(
+            min=0, help="NIXL's num_threads beside its progress thread; vLLM's default is 4, and all spin"
+        ),
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="number type of all engines")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="of all engines")] = 2048,
     vllm_args: Annotated[
         str, typer.Option(help="what else all engines are given, in vLLM's words")
-    ] = "--max-num-seqs 16",
+    ] = "--max-num-seqs 16 --enforce-eager --kv-cache-memory-bytes 134217728",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="also write everything to this file")
     ] = None,
 ) -> None:
-    """Compare first-token and inter-token times of two pairs. Exits 1 when any request failed."""
+    """Compare first-token and inter-token times of two pairs, within twelve minutes. Exits 1 when a request failed."""
     say = Console()
-    if against not in _CONNECTORS:
-        raise typer.BadParameter(f"--against {against}: {' or '.join(_CONNECTORS)}")
+    if against not in CONNECTORS:
+        raise typer.BadParameter(f"--against {against}: {' or '.join(CONNECTORS)}")
     try:
         lengths = [int(part) for part in tokens_in.split(",")]
     except ValueError:
         raise typer.BadParameter(f"--in {tokens_in}: token counts such as 128,700") from None
-    engines = _Engines(model, dtype, max_model_len, vllm_args.split())
-    began, started = datetime.now(UTC), time.perf_counter()
-    loads = [Load(length, tokens_out, concurrency=1, requests=requests) for length in lengths]
-    cells = {
-        who: [
-            Cell(who, f"{load.tokens_in} in, {load.tokens_out} out", {"in": load.tokens_in, "turns": turns})
-            for load in loads
+    if quick:
+        lengths, rounds, requests, clients = lengths[:1], 2, 2, 1
+    loads = _loads(lengths, tokens_out, requests, clients)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As by ctrl-C: the engines are stopped on the way out.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    began, started = datetime.now(UTC), time.monotonic()
+    busy = [os.getloadavg()[0]]
+    with tempfile.TemporaryDirectory(prefix="bench_vllm", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        engines = Engines(
+            model or str(tiny_model(folder / "model", dtype)), dtype, max_model_len, shlex.split(vllm_args)
+        )
+        sides = [
+            _Side(against, NixlPair(against, nixl_threads, engines, folder), loads),
+            _Side("kvrail", KvrailPair(engines, folder), loads),
         ]
-        for who in (against, "kvrail")
-    }
-    try:
-        for number in range(turns):
-            # Who begins changes, so that neither always comes second.
-            for who in list(cells) if number % 2 == 0 else reversed(cells):
-                _turn(who, number, engines, loads, cells[who], say)
-    except LaunchFailed as error:
-        refuse("bench_vllm", str(error))
-    records = [cell.record() for both in zip(*cells.values(), strict=True) for cell in both]
-    say.print(table(records))
+        try:
+            with contextlib.ExitStack() as stack:
+                for side in sides:
+                    stack.callback(_stop, side.pair)
+                    say.print(f"{time.monotonic() - started:4.0f} s: starting two engines, {side.name}")
+                    side.pair.start(started + _START_S)
+                cut = _rounds(sides, loads, rounds, started, busy, say)
+        except LaunchFailed as error:
+            refuse("bench_vllm", str(error))
+    records = [cell.record() for both in zip(*(side.cells for side in sides), strict=True) for cell in both]
     entries = compare(records)
-    say.print(comparison_table(entries))
+    pairs = [_by_pairs(what, *(side.firsts[at] for side in sides)) for at, (what, _) in enumerate(loads)]
+    say.print(table(records), comparison_table(entries), _pairs_table(pairs))
+    say.print(f"load average {busy[0]:.1f} before, {min(busy):.1f} to {max(busy):.1f} meanwhile{cut}")
     if json_file is not None:
         whole = {
             "command": sys.argv,
             "began": began.isoformat(timespec="seconds"),
-            "seconds": round(time.perf_counter() - started, 1),
-            "machine": {"system": platform.platform(), "python": platform.python_version()},
+            "seconds": round(time.monotonic() - started, 1),
+            "cut": cut,
+            "load_averages": busy,
+            "machine": {
+                "cores": os.cpu_count(),
+                "system": platform.platform(),
+                "python": platform.python_version(),
+            },
             "records": records,
             "kvrail_against_nixl": entries,
+            "by_pairs": pairs,
         }
         json_file.write_text(json.dumps(whole, indent=1) + "\n")
     if any(record["errors"] for record in records):
         raise typer.Exit(1)
+
+
+def _loads(lengths: Sequence[int], tokens_out: int, requests: int, clients: int) -> list[tuple[str, Load]]:
+    loads = [
+        (f"{length:,} in", Load(length, tokens_out, requests=requests, seconds=_LOAD_S, within_s=_ANSWER_S))
+        for length in lengths
+    ]
+    if clients > 1:
+        name, load = loads[len(loads) // 2]
+        many = replace(load, concurrency=clients, requests=requests * clients)
+        loads.append((f"{name}, {clients} clients", many))
+    return loads
+
+
+def _rounds(
+    sides: Sequence[_Side],
+    loads: Sequence[tuple[str, Load]],
+    rounds: int,
+    started: float,
+    busy: list[float],
+    say: Console,
+) -> str:
+    """Ask the pairs in turns; says why there were fewer rounds than wanted, or ""."""
+    prompts = Prompts(NAME, (300, 2000), 0)
+    for number in range(rounds):
+        # Who begins changes, so that neither always comes second. The prompts are the same for both.
+        for side in sides if number % 2 == 0 else reversed(sides):
+            if not side.turn(loads, prompts, 1_000_000 * (1 + number), started + _LOADS_UNTIL_S):
+                return f"; stopped after {number} of {rounds} rounds, for time"
+        busy.append(os.getloadavg()[0])
+        found = "; ".join(
+            f"{what}: " + ", ".join(f"{side.name} {side.firsts[at][-1]:,.1f}" for side in sides)
+            for at, (what, _) in enumerate(loads)
+        )
+        say.print(
+            f"{time.monotonic() - started:4.0f} s: round {number + 1} of {rounds}, first token in ms: {found}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return ""
+
+
+def _stop(pair: Pair) -> None:
+    # A second ctrl-C comes when all of it is stopped.
+    with undisturbed():
+        pair.stop()
+
+
+def _by_pairs(what: str, theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """Of the medians of each round: how much later kvrail's first token came, in ms."""
+    later = np.array([one - other for one, other in zip(ours, theirs, strict=False)])
+    later = later[~np.isnan(later)]
+    points = np.percentile(later, (10, 50, 90)).round(3).tolist() if len(later) else []
+    return {
+        "load": what,
+        "rounds": len(later),
+        "sooner_in": int((later < 0).sum()),
+        "later_ms": dict(zip(("p10", "p50", "p90"), points, strict=False)),
+    }
+
+
+def _pairs_table(pairs: Sequence[dict[str, Any]]) -> Table:
+    shown = Table(box=box.SIMPLE, title="kvrail's first token, round by round (medians of each)")
+    shown.add_column("load")
+    for column in ("later by, ms: p10 / p50 / p90", "sooner in"):
+        shown.add_column(column, justify="right")
+    for one in pairs:
+        points = " / ".join(f"{point:+,.1f}" for point in one["later_ms"].values())
+        shown.add_row(one["load"], points or "-", f"{one['sooner_in']} of {one['rounds']} rounds")
+    return shown
 
 
 if __name__ == "__main__":

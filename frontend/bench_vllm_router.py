@@ -7,7 +7,10 @@ request, and that one's answer is passed on as it comes.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from typing import Annotated, Any
 
 import aiohttp
@@ -76,9 +79,17 @@ def main(
     port: Annotated[int, typer.Option(help="where to listen, on loopback")],
     prefill: Annotated[str, typer.Option(help="URL of the engine that prefills")],
     decode: Annotated[str, typer.Option(help="URL of the engine that decodes")],
+    wake: Annotated[
+        list[int] | None, typer.Option(help="a process group that is to run on (SIGCONT) when this ends")
+    ] = None,
 ) -> None:
     """Serve until killed."""
-    web.run_app(application(prefill, decode), host="127.0.0.1", port=port, print=None, access_log=None)
+    try:
+        web.run_app(application(prefill, decode), host="127.0.0.1", port=port, print=None, access_log=None)
+    finally:
+        for group in wake or ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from kvrail.runtime.checkpoint import cache_dir
 from kvrail.runtime.config import environment, mps_sign, ucx_overrides
 from kvrail.transfer.cuda import open_device
 from kvrail.transfer.gpu import Gpu, offered
+from kvrail.transfer.lanes import put_carrier, rails_for
 from kvrail.transfer.memory import HostPool
 from kvrail.transfer.ucx import EventKind, load_library, open_context, open_reactor
 
@@ -124,10 +125,11 @@ def _loopback(put_transport: Any, kv_host: str, library: str | None) -> str:
         took = time.perf_counter() - started
         if target.buffer != pattern.tobytes():
             raise ValueError("what arrived differs from what was sent")
-        carriers = ", ".join(ours.transports())
+        names = ours.transports()
+        carriers, threads = ", ".join(names), rails_for(put_carrier(names))
         for link in (ours, theirs):
             link.close()
-        return f"1 MiB in {took * 1e6:.0f} µs, content right; lanes {carriers}"
+        return f"1 MiB in {took * 1e6:.0f} µs, content right; lanes {carriers}; threads that put: {threads}"
     finally:
         reactor.close()
         source.close()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -29,6 +31,9 @@ _log = logging.getLogger(__name__)
 # frozen is found out sooner, by the link's heartbeats.
 _PREFILL_WITHIN_S = 60.0
 _CANCEL_WITHIN_S = 5.0
+# A full engine is asked again, for less time than its rank keeps a grant that has no call (Sender's `meet_s`).
+_FULL_FOR_S = 10.0
+_ASK_AGAIN_S = 0.25
 
 
 class PrefillCalls:
@@ -111,14 +116,20 @@ class RemotePrefill:
 
     async def _ask(self, call: PrefillCall) -> None:
         url, calls = f"{self._peer.url}/prefill", self._calls
+        body, until = msgspec.msgpack.encode(call), time.monotonic() + _FULL_FOR_S
         try:
-            reply = await calls.connections.call(
-                "POST",
-                url,
-                headers={**calls.headers, **(self._span.headers() if self._span else {})},
-                body=msgspec.msgpack.encode(call),
-                timeout_s=_PREFILL_WITHIN_S,
-            )
+            while True:
+                reply = await calls.connections.call(
+                    "POST",
+                    url,
+                    headers={**calls.headers, **(self._span.headers() if self._span else {})},
+                    body=body,
+                    timeout_s=_PREFILL_WITHIN_S,
+                )
+                if reply.status != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > until:
+                    break
+                # Several completion engines at once, each of which had seen room.
+                await asyncio.sleep(_ASK_AGAIN_S)
         except CallFailed as error:
             outcome, reason = "unreachable", f"{url}: {error}"
         else:

@@ -126,7 +126,8 @@ class PrefillDesk:
             raise _Gone("a prefill of this request is running already")
         rank = self._rank_of(call)
         assert rank.ready is not None
-        if rank.outstanding >= rank.ready.queue_limit:
+        # Twice: whose first token is out has left its place at the CE, but is here until its doorbell is.
+        if rank.outstanding >= 2 * rank.ready.queue_limit:
             raise Overloaded(f"{rank.outstanding} prefills are here already", retry_after_s=1.0)
         if not call.tokens or len(call.tokens) % 4:
             raise BadRequest("tokens: must be uint32 token ids, at least one", param="tokens")

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
-from kvrail.runtime.control.kept_connections import KeptConnections
+from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
+from kvrail.runtime.control.upstream import Upstream
 from kvrail.runtime.vllm.spec import STATE_ROUTE, ServerState
 
 __all__ = ["VllmLink"]
@@ -31,16 +31,9 @@ class VllmLink:
     """The server behind `socket`. `state` is None until it serves; `trouble` says why."""
 
     def __init__(self, socket: Path, status_file: Path) -> None:
-        # Bodies may take as long as they take; that the server is alive, its state says.
-        self.client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(
-                uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            ),
-            base_url="http://vllm",
-            timeout=httpx.Timeout(None, connect=5.0),
-        )
-        # The way of prefill calls, on which every millisecond is one of a first token.
-        self.calls: KeptConnections | None = None
+        # The way of all that clients ask.
+        self.upstream = Upstream(socket)
+        self._calls: KeptConnections | None = None
         self._socket = socket
         self.state: ServerState | None = None
         self.trouble = "the model is loading"
@@ -51,7 +44,7 @@ class VllmLink:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> VllmLink:
-        self.calls = KeptConnections(self._socket, idle_s=4.0)
+        self._calls = KeptConnections(self._socket, idle_s=4.0)
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -59,9 +52,9 @@ class VllmLink:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.client.aclose()
-        if self.calls is not None:
-            await self.calls.close()
+        self.upstream.close()
+        if self._calls is not None:
+            await self._calls.close()
 
     def connector(self) -> dict[str, Any]:
         """What the connector last wrote of its links; empty when there is none."""
@@ -74,23 +67,28 @@ class VllmLink:
     async def metrics(self) -> bytes:
         """vLLM's own metrics, or nothing when it does not answer."""
         try:
-            response = await self.client.get("/metrics", timeout=_ANSWER_S, follow_redirects=True)
-        except httpx.HTTPError:
+            reply = await self._get("/metrics")
+        except CallFailed:
             return b""
-        return response.content if response.is_success else b""
+        return reply.body if reply.ok else b""
+
+    async def _get(self, path: str) -> Reply:
+        assert self._calls is not None
+        return await self._calls.call("GET", f"http://vllm{path}", headers={}, timeout_s=_ANSWER_S)
 
     async def _watch(self) -> None:
         heard = time.monotonic()
         while True:
             try:
-                response = await self.client.get(STATE_ROUTE, timeout=_ANSWER_S)
-                response.raise_for_status()
-                self._take(msgspec.msgpack.decode(response.content, type=ServerState))
+                reply = await self._get(STATE_ROUTE)
+                if not reply.ok:
+                    raise CallFailed(f"HTTP {reply.status}")
+                self._take(msgspec.msgpack.decode(reply.body, type=ServerState))
                 heard = time.monotonic()
-            except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            except (CallFailed, msgspec.MsgspecError) as error:
                 self.state = None
                 if self._was_ready:
-                    trouble = f"vLLM does not answer: {type(error).__name__} {error}".rstrip()
+                    trouble = f"vLLM does not answer: {error}"
                     if trouble != self.trouble:
                         _log.warning("%s", trouble)
                     self.trouble = trouble

@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
-import httpx
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -25,6 +24,7 @@ from kvrail.frontend.vllm_counts import ProxyCounts
 from kvrail.frontend.vllm_link import VllmLink
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.upstream import Answer, Header, UpstreamLost
 from kvrail.runtime.errors import (
     Cancelled,
     EngineFailed,
@@ -42,32 +42,32 @@ _ROUTES = ("/tokenize", "/detokenize", "/version", "/classify", "/pooling", "/re
 _METHODS = ["GET", "POST", "DELETE"]
 _HOP_BY_HOP = frozenset(
     (
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
     )
 )
 # The key is ours; bytes are passed on as they are, so none may be packed; and no client names a rank.
 _NOT_PASSED_ON = _HOP_BY_HOP | {
-    "accept-encoding",
-    "authorization",
-    "content-length",
-    "expect",
-    "host",
-    "x-data-parallel-rank",
-    "x-kvrail-prefill",
-    "x-request-id",
+    b"accept-encoding",
+    b"authorization",
+    b"content-length",
+    b"expect",
+    b"host",
+    b"x-data-parallel-rank",
+    b"x-kvrail-prefill",
+    b"x-request-id",
 }
-_NOT_PASSED_BACK = _HOP_BY_HOP | {"date", "server", "x-request-id"}
+_NOT_PASSED_BACK = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 
 
 class VllmProxy:
-    """Passes requests to the server behind `link`."""
+    """Passes requests to the server behind `link`. An ASGI application."""
 
     def __init__(self, config: LaunchConfig, link: VllmLink, keys: ApiKeys, counts: ProxyCounts) -> None:
         self.stopping = False
@@ -80,9 +80,10 @@ class VllmProxy:
 
     def routes(self) -> APIRouter:
         """All that clients may call."""
-        router = APIRouter(include_in_schema=False)
+        router = APIRouter()
         for path in ("/v1/{rest:path}", *_ROUTES):
-            router.add_api_route(path, self._pass, methods=_METHODS)
+            # Plain routes: nothing of a request is for FastAPI to look into.
+            router.add_route(path, self, methods=_METHODS, include_in_schema=False)  # type: ignore[arg-type]
         return router
 
     def fail_all(self, reason: str) -> None:
@@ -90,26 +91,29 @@ class VllmProxy:
         for exchange in list(self._open):
             exchange.fail(Unavailable(reason, retry_after_s=5.0))
 
-    async def _pass(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if request.method not in _METHODS:
+            raise HTTPException(405)  # HEAD
         if not self._keys.allow(request.headers.get("authorization")):
             raise Unauthorized("give a valid API key: Authorization: Bearer …")
-        path = request.url.path
+        path = scope["path"]
         if not path.isprintable() or not {".", ".."}.isdisjoint(path.split("/")):
-            # httpx would resolve the dots, and so ask for a route that no client may call.
+            # Whoever resolves the dots asks for a route that no client may call.
             raise HTTPException(404)
         self._check_room(request.method)
-        exchange = _Exchange(request, self._config.request_timeout_s, self._counts)
+        exchange = _Exchange(request, self._config.request_timeout_s)
         # Before the body is read: no more of them are read at once than may be here.
         self._open.add(exchange)
+        ended: BaseException | None = None
         try:
-            body = await exchange.body()
-            async with until_disconnect(request.receive):
-                return await exchange.begin(self._link.client, body, lambda: self._open.discard(exchange))
+            await exchange.run(self._link, send)
         except BaseException as error:
-            self._open.discard(exchange)
-            exchange.count(error)
-            await exchange.close()
+            ended = error
             raise
+        finally:
+            self._open.discard(exchange)
+            self._counts.ended(path, exchange.route, exchange.outcome(ended))
 
     def _check_room(self, method: str) -> None:
         if self.stopping:
@@ -126,22 +130,17 @@ class VllmProxy:
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request and its answer. `route`: where its prompt was prefilled, as far as the answer says."""
 
-    def __init__(self, request: Request, timeout_s: float | None, counts: ProxyCounts) -> None:
+    def __init__(self, request: Request, timeout_s: float | None) -> None:
+        self.route = "none"
         self._request = request
         self._started = time.monotonic()
         self._timeout_s = timeout_s
-        self._counts = counts
         self._task: asyncio.Task[object] | None = None
         self._fault: RuntimeFault | None = None
-        self._route = "none"
-        self._answer: httpx.Response | None = None
-
-    async def close(self) -> None:
-        """Let vLLM know that nobody waits."""
-        if self._answer is not None:
-            await self._answer.aclose()
+        self._status = 0
+        self._streams = self._left = False
 
     def fail(self, fault: RuntimeFault) -> None:
         """Let it end with this fault."""
@@ -149,51 +148,91 @@ class _Exchange:
             self._fault = fault
             self._task.cancel()
 
-    def count(self, error: BaseException | None, status: int = 200) -> None:
-        """Note how it ended."""
-        outcome = f"http_{status}"
-        if isinstance(error, Cancelled | asyncio.CancelledError):
-            outcome = "cancelled"
-        elif isinstance(error, RuntimeFault):
-            outcome = f"http_{error.status}"
-        elif isinstance(error, HTTPException):
-            outcome = f"http_{error.status_code}"
-        elif error is not None:
-            outcome = "http_500"
-        self._counts.ended(self._request.url.path, self._route, outcome)
+    def outcome(self, error: BaseException | None) -> str:
+        """How it ended, for the counters."""
+        if self._left or isinstance(error, Cancelled | asyncio.CancelledError):
+            return "cancelled"
+        if isinstance(error, RuntimeFault):
+            return f"http_{error.status}"
+        if isinstance(error, HTTPException):
+            return f"http_{error.status_code}"
+        return "http_500" if error is not None else f"http_{self._status}"
 
-    async def body(self) -> bytes:
-        """What the client sends. Raises RuntimeFault, and HTTPException when there is too much of it."""
+    async def run(self, link: VllmLink, send: Send) -> None:
+        """From the body to the answer's last byte. Raises RuntimeFault, and HTTPException for too large a body."""
+        body = await self._body()
+        try:
+            async with until_disconnect(self._request.receive):
+                try:
+                    async with self._bounded():
+                        await self._pass(link, body, send)
+                except RuntimeFault as fault:
+                    if not self._streams:
+                        raise  # When it has begun, the connection breaks off: it has no other way to say so.
+                    name = request_id(self._request)
+                    _log.warning("request %s: a stream ended early: %s", name, fault.message)
+                    event = b"\n\ndata: " + msgspec.json.encode(error_body(fault)) + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Cancelled:
+            if not self._status:
+                raise
+            self._left = True  # That the connection was closed has told vLLM.
+
+    async def _body(self) -> bytes:
         async with self._bounded():
             try:
                 return await self._request.body()
             except ClientDisconnect:
                 raise Cancelled("the client went away") from None
 
-    async def begin(self, client: httpx.AsyncClient, body: bytes, ended: Callable[[], object]) -> Response:
-        """Send the request; the answer comes back as soon as it has begun."""
-        request = self._request
-        # Bytes: what is not ASCII goes on as it came.
-        hop = {name.strip().lower() for name in request.headers.get("connection", "").split(",")}
+    async def _pass(self, link: VllmLink, body: bytes, send: Send) -> None:
+        try:
+            answer = await link.upstream.ask(*self._head(), body if self._request.method == "POST" else None)
+        except UpstreamLost as error:
+            raise Unavailable(f"the vLLM server does not answer: {error}", retry_after_s=2.0) from error
+        try:
+            await send(
+                {"type": "http.response.start", "status": answer.status, "headers": self._begin(answer)}
+            )
+            while piece := await answer.piece():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except UpstreamLost as error:
+            raise EngineFailed(f"the vLLM server broke off: {error}") from error
+        finally:
+            answer.close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _head(self) -> tuple[bytes, bytes, list[Header]]:
+        """Method, target and headers, in bytes: what is not ASCII goes on as it came."""
+        scope = self._request.scope
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        headers: list[Header] = scope["headers"]
+        hop = {
+            part.strip().lower()
+            for name, value in headers
+            if name == b"connection"
+            for part in value.split(b",")
+        }
         ours_alone = hop | _NOT_PASSED_ON
-        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1").lower() not in ours_alone]
-        ours = [(b"x-request-id", request_id(request).encode()), (b"accept-encoding", b"identity")]
-        sent = client.build_request(
-            request.method,
-            httpx.URL(path=request.url.path, query=request.url.query.encode()),
-            headers=[*headers, *ours],
-            content=body if request.method == "POST" else None,
-        )
-        async with self._bounded():
-            try:
-                answer = await client.send(sent, stream=True)
-            except httpx.HTTPError as error:
-                raise Unavailable(
-                    f"the vLLM server does not answer: {type(error).__name__}", retry_after_s=2.0
-                ) from error
-        self._answer = answer
-        self._route = answer.headers.get("x-kvrail-prefill", "none")
-        return _Answer(self, answer, ended)
+        passed = [(name, value) for name, value in headers if name not in ours_alone]
+        passed += [(b"x-request-id", request_id(self._request).encode()), (b"accept-encoding", b"identity")]
+        return scope["method"].encode(), target, passed
+
+    def _begin(self, answer: Answer) -> list[Header]:
+        """What the client gets of the answer's headers."""
+        self._status = answer.status
+        headers = [(name.lower(), value) for name, value in answer.headers]
+        for name, value in headers:
+            if name == b"x-kvrail-prefill":
+                self.route = value.decode("ascii", "replace")
+            elif name == b"content-type":
+                self._streams = value.startswith(b"text/event-stream")
+        headers = [(name, value) for name, value in headers if name not in _NOT_PASSED_BACK]
+        if self._streams:
+            # Proxies that collect a whole answer before they pass it on would undo the streaming.
+            headers.append((b"x-accel-buffering", b"no"))
+        return headers
 
     @contextlib.asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:
@@ -213,63 +252,3 @@ class _Exchange:
             raise
         finally:
             self._task = None
-
-    async def chunks(self, answer: httpx.Response) -> AsyncGenerator[bytes, None]:
-        """The answer's bytes. Raises RuntimeFault."""
-        try:
-            async with self._bounded():
-                async for chunk in answer.aiter_raw():
-                    yield chunk
-        except httpx.HTTPError as error:
-            raise EngineFailed(f"the vLLM server broke off: {type(error).__name__}") from error
-
-
-class _Answer(Response):
-    """What vLLM answers, as it comes."""
-
-    def __init__(self, exchange: _Exchange, answer: httpx.Response, ended: Callable[[], object]) -> None:
-        self.status_code = answer.status_code
-        self.background = None
-        self._exchange = exchange
-        self._answer = answer
-        self._ended = ended
-        self.raw_headers = [
-            (name.lower(), value)
-            for name, value in answer.headers.raw
-            if name.decode("latin-1").lower() not in _NOT_PASSED_BACK
-        ]
-        self._streams = answer.headers.get("content-type", "").startswith("text/event-stream")
-        if self._streams:
-            # Proxies that collect a whole answer before they pass it on would undo the streaming.
-            self.raw_headers.append((b"x-accel-buffering", b"no"))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ended: BaseException | None = None
-        try:
-            async with until_disconnect(receive):
-                await self._pass_on(send)
-        except Cancelled as gone:
-            ended = gone  # Closing the connection tells vLLM.
-        except BaseException as error:
-            ended = error
-            raise
-        finally:
-            await self._exchange.close()
-            self._ended()
-            self._exchange.count(ended, self.status_code)
-
-    async def _pass_on(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with contextlib.aclosing(self._exchange.chunks(self._answer)) as chunks:
-                async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except RuntimeFault as fault:
-            if not self._streams:
-                raise  # The connection breaks off: the only way left to say that the answer is not whole.
-            _log.warning(
-                "request %s: a stream ended early: %s", request_id(self._exchange._request), fault.message
-            )
-            event = b"\n\ndata: " + msgspec.json.encode(error_body(fault)) + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

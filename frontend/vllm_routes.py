@@ -9,16 +9,15 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvrail.frontend.envelope import Unauthorized, json_response, until_disconnect
+from kvrail.frontend.envelope import Unauthorized, json_response
 from kvrail.frontend.health_route import health_route
 from kvrail.frontend.vllm_counts import ProxyCounts
 from kvrail.frontend.vllm_link import VllmLink
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.auth import token_matches
 from kvrail.runtime.control.calls import MEDIA_TYPE
-from kvrail.runtime.control.kept_connections import CallFailed
 from kvrail.runtime.errors import Unavailable
-from kvrail.runtime.vllm.spec import CARD_ROUTE, PREFILL_ROUTE
+from kvrail.runtime.vllm.spec import CARD_ROUTE
 
 __all__ = ["engine_routes", "vllm_status_routes"]
 
@@ -88,27 +87,6 @@ def engine_routes(link: VllmLink, token: bytes, stopping: Callable[[], bool]) ->
         check(request)
         assert link.state is not None
         return Response(msgspec.msgpack.encode(link.state.card), media_type=MEDIA_TYPE)
-
-    @router.post(PREFILL_ROUTE)
-    async def prefill(request: Request) -> Response:
-        check(request)
-        body = await request.body()
-        try:
-            # A caller that leaves cancels this call, its connection closes, and the server gives the prefill up.
-            async with until_disconnect(request.receive):
-                assert link.calls is not None
-                answer = await link.calls.call(
-                    "POST",
-                    f"http://vllm{PREFILL_ROUTE}",
-                    headers={"Content-Type": MEDIA_TYPE},
-                    body=body,
-                    timeout_s=None,
-                )
-        except CallFailed as error:
-            raise Unavailable(f"the vLLM server broke off: {error}", retry_after_s=2.0) from None
-        return Response(
-            answer.body, answer.status, media_type=MEDIA_TYPE if answer.ok else "application/json"
-        )
 
     return router
 

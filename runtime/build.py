@@ -37,8 +37,11 @@ from kvrail.transfer.ucx import open_context, open_reactor
 __all__ = ["BuiltRank", "build_rank"]
 
 _log = logging.getLogger(__name__)
-# What a PE rank can start soon: more tickets than this are refused, so that they go to another PE or wait at the CE.
+# What a PE rank can start soon, as it tells CEs: what is more waits there, or goes to another PE.
 _PREFILL_QUEUE = 32
+# A CE counts a prefill until its first token, but its ticket lives until its doorbell, and of each other CEs know by
+# polls only. So there may be more for a moment; the ledger refuses what is far too much.
+_TICKETS_A_PLACE = 4
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,8 @@ def _role(
     if config.role == "pe":
         assert links is not None
         limit = min(config.resolved_max_num_seqs, _PREFILL_QUEUE)
-        sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=limit)
+        tickets = _TICKETS_A_PLACE * limit
+        sender = Sender(engine.layout, incarnation=incarnation, rank=rank, max_tickets=tickets)
         prefilling = Prefilling(
             engine=engine,
             pool=pool,

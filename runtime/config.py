@@ -58,7 +58,10 @@ class LaunchConfig:
     host: str = _setting("127.0.0.1", "address that HTTP listens on")
     port: int | None = _setting(None, "port of HTTP (default: 8888 for ce and single, 8889 for pe; 0: any)")
     kv_host: str = _setting("127.0.0.1", "address (or interface) that links and UCX listen on")
-    kv_port: int | None = _setting(None, "pe with --engine vllm: port for links (default: any that is free)")
+    kv_port: int | None = _setting(
+        None,
+        "pe with --engine vllm: first port, one for links of each GPU and one for calls (default: any that are free)",
+    )
     pe_url: tuple[str, ...] = _setting((), "ce: URL of a prefill engine; may be given several times")
     max_model_len: int | None = _setting(
         None, "longest prompt plus answer in tokens (default: the model's own)"

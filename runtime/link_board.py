@@ -100,6 +100,7 @@ class LinkBoard:
                         probes=[probe[:] for probe in lane.probes],
                         same_host=lane.same_host,
                         slow=lane.slow,
+                        rails=lane.rails,
                     )
                 )
             case LinkDown(key, _, reason):
@@ -163,6 +164,7 @@ def link_facts(report: LinkReport) -> dict[str, Any]:
         "memory": report.memory,
         "same_host": report.same_host,
         "slow": report.slow,
+        "rails": report.rails,
         "probes": [
             {"bytes": size, "gb_per_s": speed, "us": time_us, "runs": runs, "way": way}
             for size, speed, time_us, runs, way in report.probes

@@ -272,6 +272,8 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     same_host: bool = False
     # That the lane is far slower than the hardware in between ("" when it is not).
     slow: str = ""
+    # How many threads of the PE put on it at the same time.
+    rails: int = 1
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -138,8 +138,8 @@ class Prefilling:
                 self._planners[key] = Planner.of(lane.probes)
             case LinkDown(key):
                 self._planners.pop(key, None)
-            case WriterEvent(kind="rung", writer=writer) if writer in self._rings:
-                self._board.count(event.key, unhidden_seconds=now - self._rings.pop(writer))
+            case WriterEvent(kind="rung", writer=writer, at=at) if writer in self._rings:
+                self._board.count(event.key, unhidden_seconds=max(0.0, at - self._rings.pop(writer)))
             case WriterEvent(kind="failed"):
                 self._board.count(event.key, failures=1)
             case _:

@@ -242,6 +242,14 @@ class Link:
         """This side's worker address; `network_only` leaves out the transports that stay within one host."""
     def connect(self, peer_address: bytes) -> None:
         """Make the endpoint. Before it, nothing can be sent, flushed or imported for put."""
+    def open_rails(self, count: int) -> None:
+        """Have so many threads put, each with a worker and an endpoint of its own (1 to 16; once, after connect).
+
+        The progress thread is one of them; the others are rails 1, 2, … Pushes of 1 MiB and more by way put are dealt
+        out to all rails that have carried a push alone. When one of these fails, that is a link error; one that cannot
+        be opened, or would take other transports than the link, fails the push that it is to carry. ValueError beside
+        a CUDA device.
+        """
     def transports(self) -> list[str]:
         """Transports of the endpoint's lanes, as UCX reports them (after connect)."""
     def describe(self) -> str:
@@ -275,7 +283,8 @@ class Link:
         Before the first one seconds count from attach_control, and its payload is empty; infinite without a stream.
         """
     def send(self, message: bytes) -> None: ...
-    def flush(self, token: int) -> None: ...
+    def flush(self, token: int) -> None:
+        """EVENT_FLUSHED when what the link's own worker has put by now has landed (rails flush for themselves)."""
     def writer(self, key: int, *, ttl_s: float) -> Writer: ...
     def fence(self) -> None:
         """Destroy the worker. Every writer of this link fails; EVENT_FENCED follows."""
@@ -306,6 +315,7 @@ class Writer:
         *,
         after: CudaFence | None = None,
         way: Literal["", "kernel", "engine", "shm", "put"] = "",
+        rail: int = 0,
     ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
 
@@ -314,7 +324,8 @@ class Writer:
         The indices are copied before it returns. Source units must lie in one registered region, whatever the way; for
         kernel and engine in GPU memory or in pinned host memory. Nothing is copied before `after` is done; until then
         the batch, and those pushed after it, can still be stopped. `way`: "" takes the best that was imported (kernel,
-        engine, else what was imported last). ValueError after ring() or when the lengths differ; silently nothing
+        engine, else what was imported last). `rail`: by way put, the rail (from 1 on) that alone carries it; 0 deals a
+        large one out to all. ValueError after ring() or when the lengths differ; silently nothing
         after stop().
         """
     def renew(self, ttl_s: float) -> None: ...

@@ -24,7 +24,15 @@ from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import LaneUnavailable, TransferError
 from kvrail.transfer.gpu import Offered, shortfall
 from kvrail.transfer.handshake import Offer, PoolOffer
-from kvrail.transfer.lanes import Plan, Wishes, check_required, fence_class, has_local, put_carrier
+from kvrail.transfer.lanes import (
+    Plan,
+    Wishes,
+    check_required,
+    fence_class,
+    has_local,
+    put_carrier,
+    rails_for,
+)
 from kvrail.transfer.link_events import Lane, LaneInfo, Probe, Way
 from kvrail.transfer.memory import PROBE_POOL, HostPool
 from kvrail.transfer.planner import Planner, count_runs
@@ -101,12 +109,14 @@ def lane_test(
     source_unit: int,
     writer_keys: Iterator[int],
     hardware: Offered | None = None,
+    rails: int = 0,
 ) -> Generator[None, News, LaneInfo]:
     """Try the plan's lanes in order; returns the first that works and is allowed. Raises LaneUnavailable with why
     (LaneUnwanted: the last one worked, and is not allowed).
 
     `pool`: our probe pool; `source_unit`: our slice of it. Imports all pools of the offer for the lane it returns.
-    `hardware`: what lies between the two memories, when that is known: a lane far under it is called slow.
+    `hardware`: what lies between the two memories, when that is known: a lane far under it is called slow. `rails`: how
+    many threads are to put on lane put, if its transport gains by several (0: as many as pay).
     """
     why = [plan.reason] if plan.reason else []
     kind = LaneUnavailable
@@ -141,6 +151,9 @@ def lane_test(
             why.append(f"{lane}: {error}")
             kind = type(error)
             continue
+        if lane == "put" and memory == "host":
+            count = yield from _open_rails(test, rails_for(info.transport, rails), pool_id, source_unit, why)
+            info = dataclasses.replace(info, rails=count, reason="; ".join(why))
         sizes = _GPU_SIZES if memory == "cuda" else _SIZES
         probes = []
         for way in ways:
@@ -171,6 +184,25 @@ def _working_ways(
     return working
 
 
+def _open_rails(
+    test: _Test, count: int, pool_id: int, source_unit: int, why: list[str]
+) -> Generator[None, News, int]:
+    """Have `count` threads put. Each is tested alone, and only then gets pages; `why` hears of those that fail."""
+    if count == 1:
+        return 1
+    with _native_errors():
+        test.link.open_rails(count)
+    working = 1
+    for rail in range(1, count):
+        try:
+            yield from test.content(pool_id, "put", source_unit, rail)
+        except LaneUnavailable as error:
+            why.append(f"put without rail {rail}: {error}")
+        else:
+            working += 1
+    return working
+
+
 def _import(link: _ucx.Link, lane: Lane, entry: PoolOffer, fds: tuple[int, ...], pool_id: int) -> None:
     size = {"nbytes": entry.nbytes, "unit_bytes": entry.unit_bytes}
     with _native_errors():
@@ -190,13 +222,13 @@ class _Test:
     def __init__(
         self, link: _ucx.Link, offer: Offer, pool: HostPool | DevicePool, keys: Iterator[int]
     ) -> None:
-        self._link = link
+        self.link = link
         self._offer = offer
         self._pool = pool
         self._keys = keys
 
-    def content(self, pool_id: int, way: Way, source_unit: int) -> Generator[None, News, None]:
-        """Do shuffled random units arrive? Raises LaneUnavailable."""
+    def content(self, pool_id: int, way: Way, source_unit: int, rail: int = 0) -> Generator[None, News, None]:
+        """Do shuffled random units arrive (by that rail)? Raises LaneUnavailable."""
         unit = self._pool.unit_bytes
         order = list(range(_TEST_UNITS))
         random.shuffle(order)
@@ -212,8 +244,8 @@ class _Test:
         )
         with _native_errors():
             self._pool.write(source_unit * unit, content)
-            writer = self._link.writer(next(self._keys), ttl_s=_TTL_S)
-            writer.push(pool_id, self._pool.address, source, target, way=way)
+            writer = self.link.writer(next(self._keys), ttl_s=_TTL_S)
+            writer.push(pool_id, self._pool.address, source, target, way=way, rail=rail)
             writer.ring(encode(test))
         while True:
             news = yield
@@ -247,7 +279,7 @@ class _Test:
         seconds = []
         for _ in range(size.times):
             with _native_errors():
-                writer = self._link.writer(next(self._keys), ttl_s=_TTL_S)
+                writer = self.link.writer(next(self._keys), ttl_s=_TTL_S)
                 begun = time.monotonic()
                 writer.push(pool_id, self._pool.address, units, units, way=way)
                 # The doorbell goes out after a flush: the bytes have landed, and not only left.

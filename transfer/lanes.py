@@ -7,6 +7,7 @@ that process: it came over a Unix socket, and there is a pidfd.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "no_peer",
     "plan_lanes",
     "put_carrier",
+    "rails_for",
 ]
 
 # UCX transports whose writes are made by the writer's process itself (or its copy engines): destroying the
@@ -37,6 +39,9 @@ _NETWORK_CARRIERS = ("rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "t
 _CARRIERS = ("xpmem", "cma", *_NETWORK_CARRIERS)
 # And of GPU memory.
 _CUDA_CARRIERS = ("cuda_ipc", *_NETWORK_CARRIERS)
+# Over cma the thread that puts a page copies it itself: two get further. Over tcp, where the peer's one thread has as
+# much to do, a second one did not pay (doc/numbers.md); a network card needs none.
+_RAILS = {"cma": 2}
 
 
 class LaneUnwanted(LaneUnavailable):
@@ -197,3 +202,8 @@ def put_carrier(transports: Iterable[str], memory: str = "host") -> str:
     names = {name.partition("/")[0] for name in transports}
     carriers = _CUDA_CARRIERS if memory == "cuda" else _CARRIERS
     return next((name for name in carriers if name in names), "?")
+
+
+def rails_for(transport: str, wished: int = 0) -> int:
+    """How many threads put over this transport at the same time; 0 wished: as many as pay on this machine."""
+    return wished or min(_RAILS.get(transport, 1), len(os.sched_getaffinity(0)))

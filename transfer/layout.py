@@ -118,7 +118,8 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, tag="blocks"):
     i mod `groups`. Page 0 of the engine holds nothing, and stands where a group needs no block.
 
     `order`: "tensor" when the segments of one tensor are neighbours, "block" when those of one block are. `ranges`: how
-    many tensors each registered range holds. `facts`: whatever else must be equal for the bytes to mean the same.
+    many tensors each registered range holds. `facts`: whatever else must be equal for the bytes to mean the same. Of
+    `tensor_parallel_size` among them much else follows: where it differs, nothing else is told.
     """
 
     page_tokens: int
@@ -150,11 +151,16 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, tag="blocks"):
 Layout = PageLayout | BlockLayout
 
 
+_SPREAD = "tensor_parallel_size"
+
+
 def require_equal(ours: Layout, theirs: Layout) -> None:
     """Raise LayoutMismatch naming each field in which `theirs` differs."""
     mine, other = _fields(ours), _fields(theirs)
     names = dict.fromkeys((*mine, *other))
     fields = {name: (mine.get(name), other.get(name)) for name in names if mine.get(name) != other.get(name)}
+    if _SPREAD in fields and None not in fields[_SPREAD]:
+        fields = {_SPREAD: fields[_SPREAD]}
     if fields:
         raise LayoutMismatch(fields)
 

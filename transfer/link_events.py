@@ -89,6 +89,8 @@ class LinkOptions:
     handshake_s: float = 30.0
     redial_min_s: float = 0.1
     redial_max_s: float = 5.0
+    # Threads that put on one link of a PE; 0: as many as pay on this machine (lanes.rails_for).
+    rails: int = 0
 
 
 class Probe(NamedTuple):
@@ -106,7 +108,8 @@ class Probe(NamedTuple):
 @dataclass(frozen=True)
 class LaneInfo:
     """The lane that pages take on a link. `reason` says why not a faster one ("" when this is the fastest), `slow`
-    that it is far slower than the hardware in between ("" when it is not, or nobody knows).
+    that it is far slower than the hardware in between ("" when it is not, or nobody knows). `rails`: how many threads
+    of the PE put on it at the same time.
     """
 
     name: Lane
@@ -117,6 +120,7 @@ class LaneInfo:
     reason: str = ""
     same_host: bool = False
     slow: str = ""
+    rails: int = 1
 
     @property
     def label(self) -> str:
@@ -193,7 +197,10 @@ class PeerBeat(NamedTuple):
 
 
 class WriterEvent(NamedTuple):
-    """A writer's news: progress (all so far complete here), rung, quiet (`ok`: proven), failed (with the reason)."""
+    """A writer's news: progress (all so far complete here), rung, quiet (`ok`: proven), failed (with the reason).
+
+    `at`: when a doorbell went out (time.monotonic()); this is heard of when the step loop comes round.
+    """
 
     key: LinkKey
     epoch: int
@@ -201,6 +208,7 @@ class WriterEvent(NamedTuple):
     writer: int
     ok: bool
     reason: str = ""
+    at: float = 0.0
 
 
 LinkEvent = (

@@ -295,7 +295,7 @@ class Links:
                 self._on_test(link, News(word, ok, reason, at), now)
             else:
                 # Also after the end: each writer's last word decides what becomes of its source pages.
-                self._events.append(WriterEvent(link.key, link.epoch, word, key, ok, reason))
+                self._events.append(WriterEvent(link.key, link.epoch, word, key, ok, reason, at))
         elif link.state == "down":
             pass  # An epoch that is over says nothing any more.
         elif kind == EventKind.MESSAGE:

@@ -197,7 +197,7 @@ class Pools:
 
         try:
             # The largest last: when it does not fit, nothing had to be zeroed for it.
-            probe = cls.probe_area(context, cuda)
+            probe = cls.probe_area(context, cuda, pin)
             made.append(probe)
             state = pool("state", state_slots, state_bytes) if state_bytes and state_slots else None
             return cls(pool("pages", pages, page_bytes), state, probe, cuda)
@@ -207,10 +207,12 @@ class Pools:
             raise
 
     @staticmethod
-    def probe_area(context: _ucx.Context, cuda: _ucx.CudaDevice | None) -> HostPool | DevicePool:
-        """A probe pool of 8 MiB, in the memory of `cuda` or the host's."""
+    def probe_area(
+        context: _ucx.Context, cuda: _ucx.CudaDevice | None, pin: _ucx.CudaDevice | None = None
+    ) -> HostPool | DevicePool:
+        """A probe pool of 8 MiB, in the memory of `cuda` or the host's; the host's page-locked where the pages are."""
         if cuda is None:
-            return HostPool(context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe")
+            return HostPool(context, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe", pin=pin)
         return DevicePool(context, cuda, units=_PROBE_UNITS, unit_bytes=_PROBE_UNIT, name="probe")
 
     @property

@@ -57,6 +57,8 @@ class RankLink:
                 setup.slices.take(),
                 writer_keys,
                 _hardware(setup, new),
+                # UCX needs its CUDA context on every thread that it runs on; only the progress thread has it.
+                1 if setup.gpu is not None else setup.options.rails,
             )
 
     def begin(self, new: NewLink, heartbeat_s: float) -> None:
@@ -109,6 +111,7 @@ class RankLink:
             chosen.reason,
             not self._offer.distance,
             chosen.slow,
+            chosen.rails,
         )
         self._set_lane(lane)
         return lane
@@ -149,6 +152,7 @@ class RankLink:
             probes=[probe[:] for probe in lane.probes],
             reason=lane.reason,
             slow=lane.slow,
+            rails=lane.rails,
         )
 
 

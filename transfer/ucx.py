@@ -122,6 +122,10 @@ def context_settings(put_transport: PutTransport, kv_host: str, *, cuda: bool = 
         # Both, or a cut connection is not noticed for a minute. A frozen peer is noticed by our heartbeats only.
         "KEEPALIVE_INTERVAL": "1s",
         "TCP_USER_TIMEOUT": "3s",
+        # A connection that waits for its peer would keep the progress thread, and so every other link, waiting. And
+        # where it fails at once, while it stands in for one that a dying peer has made to us, UCX frees the endpoint
+        # under our hands.
+        "TCP_CONN_NB": "y",
         "NET_DEVICES": ",".join(_devices(kv_host, rdma=put_transport == "auto")),
     }
     # A list of transports that leaves these out takes GPU memory for host memory.

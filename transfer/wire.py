@@ -172,7 +172,7 @@ class LaneChosen(msgspec.Struct, frozen=True, kw_only=True, tag="lane"):
 
     `name` "" means that no permitted lane works, for `reason`; the link is over then. Else `reason` says why a
     faster lane was not taken, and `slow` that it is slower than it should be. `probes`: (bytes, GB/s, µs, runs of
-    neighbouring units, way).
+    neighbouring units, way). `rails`: how many threads of the PE put at the same time.
     """
 
     epoch: int
@@ -183,6 +183,7 @@ class LaneChosen(msgspec.Struct, frozen=True, kw_only=True, tag="lane"):
     probes: list[tuple[int, float, float, int, Literal["kernel", "engine", "put", "shm"]]] = []
     reason: str = ""
     slow: str = ""
+    rails: int = 1
 
 
 LinkMessage = Grant | Cancel | FirstToken | Doorbell | Quiesced | SelfTest | SelfTestResult | LaneChosen

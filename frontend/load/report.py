@@ -110,7 +110,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
         for label, kind in record["kinds"].items():
             shown.add_row(
                 record["load"] if label == "short" else f"  {label} prompts",
-                record["url"].partition("://")[2],
+                record["url"].rpartition("://")[2],
                 f"{kind['good']}/{kind['requests']}",
                 _four(kind["ttft_ms"]),
                 _four(kind["itl_ms"]),
@@ -142,8 +142,8 @@ def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                         }
                         for point in ("p50", "p90", "p99")
                     }
-            if label == "short":
-                entry["tok_per_s_ratio"] = round(two["tok_per_s"] / max(one["tok_per_s"], 1e-9), 3)
+            if label == "short" and one["tok_per_s"]:
+                entry["tok_per_s_ratio"] = round(two["tok_per_s"] / one["tok_per_s"], 3)
             found.append(entry)
     return found
 

@@ -90,12 +90,20 @@ def _push(rows: Sequence[Row], settings: Settings, device: str) -> str:
     return text if split is None else f"{text}\n\n{_links(split['carried'])}"
 
 
+def _by_way(link: Mapping[str, Any]) -> str:
+    """Which way the bytes took, where the name of the lane does not say it."""
+    whole = sum(link["by_way"].values())
+    ways = {way: carried for way, carried in link["by_way"].items() if way not in link["lane"] and whole}
+    shares = [f"{way} {100 * carried / whole:.0f} %" for way, carried in ways.items()]
+    return f" ({', '.join(shares)})" if shares else ""
+
+
 def _links(carried: Mapping[str, Any]) -> str:
     heads = ["link", "lane", "probed GB/s", "pages", "GB", "GB/s while ranks prefill", "prompts", "slow"]
     cells = [
         [
             f"PE {link['pe_rank']} → CE {link['ce_rank']}",
-            f"{link['lane']}, {link['memory']}",
+            f"{link['lane']}{_by_way(link)}, {link['memory']}",
             f"{link['probed_gb_per_s']:.1f}",
             f"{link['pages']:,.0f}",
             f"{link['bytes'] / 1e9:.3f}",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -17,11 +17,15 @@ __all__ = ["Carried", "Link", "Links", "added", "look"]
 
 # Ranks report a few times a second.
 _REPORT_S = 0.6
+_BY_WAY = "bytes_by_"
 
 
 @dataclass(frozen=True)
 class Link:
-    """One PE rank to one CE rank. `probed_gb_per_s`: the fastest of its start-up probes. Counters since it came up."""
+    """One PE rank to one CE rank. `probed_gb_per_s`: the fastest of its start-up probes. Counters since it came up.
+
+    `by_way`: bytes by each way of a lane that has several.
+    """
 
     pe_rank: int
     ce_rank: int
@@ -33,6 +37,7 @@ class Link:
     bytes: float
     tickets: float
     unhidden_s: float
+    by_way: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -135,6 +140,10 @@ def _plus(one: Link, other: Link, sign: int) -> Link:
         bytes=one.bytes + sign * other.bytes,
         tickets=one.tickets + sign * other.tickets,
         unhidden_s=one.unhidden_s + sign * other.unhidden_s,
+        by_way={
+            way: one.by_way.get(way, 0.0) + sign * other.by_way.get(way, 0.0)
+            for way in {**one.by_way, **other.by_way}
+        },
     )
 
 
@@ -153,4 +162,7 @@ def _link(found: dict[str, Any]) -> Link:
         bytes=counters.get("bytes", 0.0),
         tickets=counters.get("tickets", 0.0),
         unhidden_s=counters.get("unhidden_seconds", 0.0),
+        by_way={
+            name.removeprefix(_BY_WAY): value for name, value in counters.items() if name.startswith(_BY_WAY)
+        },
     )

@@ -49,7 +49,9 @@ class VllmProcess:
         """Start it. It answers on `socket` once the model is loaded."""
         config = self._config
         links = config.role != "single"
-        port = free_ports(config.kv_host, config.kv_port, tensor_parallel_size(config)) if links else 0
+        ranks = tensor_parallel_size(config)
+        # Those of the ranks, and one for calls.
+        port = free_ports(config.kv_host, config.kv_port, ranks + 1) if links else 0
         process = subprocess.Popen(
             server_command(config, self.directory, port),
             stdin=subprocess.PIPE,
@@ -70,6 +72,9 @@ class VllmProcess:
             # By its definition, a ticket lives longer than the longest step takes.
             stuck_s=2 * config.ticket_ttl_s,
             address=f"{told_host(config.kv_host)}:{port}" if config.role == "pe" else "",
+            call_port=port + ranks,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has ended already, and says so by its exit status.

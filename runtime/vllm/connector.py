@@ -59,6 +59,7 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_parallel(vllm_config)
         versions.log_like_vllm()
         versions.warn_of_version()
+        self._by_layer = self._settings.role == "pe" and self._settings.push == "layer"
         tokens = block_tokens(kv_cache_config)
         self._by_block: set[int] = set()
         self._scheduler: SchedulerSide | None = None
@@ -75,6 +76,11 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         else:
             self._worker = WorkerSide()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole step would leave out `save_kv_layer`. What it leaves out goes out after the step."""
+        return extra_config.get("push") == "layer"
 
     # --- worker -----------------------------------------------------------------------------------------------
 
@@ -112,7 +118,14 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         replica = getattr(parallel, "data_parallel_rank", 0) or 0
         service = Service(
             self._settings,
-            Memory(layout, geometry, tensors, cuda, gpu),
+            Memory(
+                layout,
+                geometry,
+                [list(group.layer_names) for group in self._kv_cache_config.kv_cache_groups],
+                tensors,
+                cuda,
+                gpu,
+            ),
             token=cluster_token(self._settings.token_file, self._settings.runtime_dir),
             rank=rank,
             offset=rank if self._settings.role == "ce" else replica * parallel.tensor_parallel_size + rank,
@@ -141,7 +154,9 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are pushed after each step."""
+        """With `push: layer` this layer's part of the step's blocks goes ahead; else they go out after the step."""
+        if self._by_layer:
+            self._the_worker.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """The forward pass is done, or queued on this thread's CUDA stream."""

@@ -35,8 +35,9 @@ class CoreTap:
 
     def __init__(self, core: Any) -> None:
         self.splitter: Splitter | None = None
-        # What belongs to this server; of no meaning here.
+        # What belongs to this server, and the AsyncLLM that asks, once it serves; of no meaning here.
         self.side: object = None
+        self.client: Any = None
         # What is done with outputs of requests that the serving layer does not know: they give what takes their place.
         self.taps: dict[str, Callable[[Any], list[Any]]] = {}
         self._core = core

@@ -51,9 +51,12 @@ class Geometry(NamedTuple):
     order: Order
     ranges: tuple[Range, ...]
 
-    def units(self, blocks: _U32, tensors: int, of: int) -> _U32:
-        """Units of `blocks` in a range of `tensors` segments whose engine has `of` blocks; tensor by tensor."""
-        tensor = np.arange(tensors, dtype=np.uint32)[:, None]
+    def units(self, blocks: _U32, tensors: int, of: int, which: Sequence[int] | None = None) -> _U32:
+        """Units of `blocks` in a range of `tensors` segments whose engine has `of` blocks; tensor by tensor.
+
+        `which`: in these segments only.
+        """
+        tensor = np.array(range(tensors) if which is None else which, dtype=np.uint32)[:, None]
         found = (
             tensor * np.uint32(of) + blocks
             if self.order == "tensor"

@@ -89,7 +89,8 @@ class Landing:
         self._cuda = cuda
         # Links over which a network card writes into our GPU.
         self._by_card: set[LinkKey] = set()
-        self._why_not: dict[str, str] = {}
+        # Why there is no link with those who answer at our peers' addresses.
+        self._why_not: dict[LinkKey, str] = {}
         self.counters: Counter[str] = Counter()
         # Bytes by the address of the prefill engine that pushed them.
         self.arrived: Counter[tuple[str, int]] = Counter()
@@ -123,12 +124,17 @@ class Landing:
         match event:
             case LinkUp(key, _, lane):
                 self._up.add(key)
+                self._why_not.pop(key, None)
                 if lane.card_writes_gpu:
                     self._by_card.add(key)
             case LinkDown(key):
                 self._up.discard(key)
-            case LinkRefusal(_, reason):
+            case LinkRefusal(key, reason):
                 _log.warning("no link: %s", reason)
+                if key is not None:
+                    here = set(self.places.values())
+                    self._why_not = {one: why for one, why in self._why_not.items() if one in here}
+                    self._why_not[key] = reason
             case _:
                 pass
         tell_receiver(self._receiver, now, event)
@@ -196,7 +202,9 @@ class Landing:
             if now < loading.deadline:
                 self._waiting.append(loading)
             else:
-                self._fail(loading, f"no link to the prefill engine at {host}:{port + self._offset}")
+                why = self._why_not.get(key, "") if key is not None else ""
+                place = f"{host}:{port + self._offset}"
+                self._fail(loading, f"no link to the prefill engine at {place}{f': {why}' if why else ''}")
             return
         self._blocks.give(load.pages)
         try:

@@ -62,9 +62,10 @@ class Split(Generic[Out]):
 
     def start(self, *, only_token_1: bool) -> None:
         """Begin both legs, or the prefill leg alone when there will be no token 2."""
+        # First: the other leg waits for what this one begins.
+        self._hands.call_prefill()
         if not only_token_1:
             self._submit("handoff")
-        self._hands.call_prefill()
 
     def token_1(self, output: Out, *, final: bool) -> list[Out]:
         """The prefill leg has answered. `final`: nothing follows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Call", "Chunk", "Finished", "ForScheduler", "Load", "StepFacts", "by_turns"]
+__all__ = ["Call", "Chunk", "Finished", "ForScheduler", "LayerDone", "Load", "StepFacts", "by_turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,14 @@ class Chunk:
     request_id: str
     computed: int
     pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDone:
+    """PE: of the `chunks` that a step computes, this layer's KV stands in their pages; the others' follow."""
+
+    layer: str
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,20 @@ import json
 import logging
 import os
 import random
+import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from kvrail.runtime.control.auth import bearer_header
-from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
+from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections
 from kvrail.runtime.control.routing import PeerKey, PeerView, Policy, RankView, choose
+from kvrail.runtime.control.upstream import Upstream, UpstreamLost
 from kvrail.runtime.errors import Unavailable
 from kvrail.runtime.vllm.counters import SplitCounters
 from kvrail.runtime.vllm.spec import CARD_ROUTE, PREFILL_ROUTE, EngineCard, FirstToken, PeerState, PrefillCall
@@ -38,20 +40,23 @@ _STATUS_S = 0.25
 _SILENT_S = 8.0
 _CARD_WITHIN_S = 5.0
 _UNBOUNDED = 2**31
+# Less than prefill engines keep idle connections.
+_KEPT_S = 15.0
+_LARGEST_ANSWER = 1 << 20
 
 
 class PrefillRefused(Exception):
     """A prefill engine did not answer a call with a token. The text says why."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A prefill engine as a request goes to it: its front's URL, and where its connector listens."""
+class Peer(NamedTuple):
+    """A prefill engine as a request goes to it: its front's URL, where its connector listens, its port for calls."""
 
     key: PeerKey
     url: str
     host: str
     port: int
+    call_port: int
 
 
 class PeerCalls:
@@ -62,6 +67,7 @@ class PeerCalls:
         urls: Sequence[str],
         token: bytes,
         connections: KeptConnections,
+        trust: ssl.SSLContext,
         counters: SplitCounters,
         *,
         version: str,
@@ -73,7 +79,13 @@ class PeerCalls:
         self.version, self.model = version, model
         self.trouble: dict[str, str] = dict.fromkeys((url.rstrip("/") for url in urls), "not asked yet")
         self._headers = bearer_header(token)
+        self._call_headers = [
+            *((name.lower().encode(), value.encode()) for name, value in self._headers.items()),
+            (b"content-type", b"application/msgpack"),
+        ]
         self._connections = connections
+        self._trust = trust
+        self._upstreams: dict[tuple[str, int], Upstream] = {}
         self._counters = counters
         self._routing = routing
         self._status_file, self._peers_file = status_file, peers_file
@@ -96,6 +108,8 @@ class PeerCalls:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for upstream in self._upstreams.values():
+            upstream.close()
 
     @property
     def states(self) -> tuple[PeerState, ...]:
@@ -135,8 +149,9 @@ class PeerCalls:
             return None
         if route is None or route.peer is None:
             return None
-        host, _, port = self._cards[route.peer.url].address.rpartition(":")
-        return Peer(route.peer.key, route.peer.url, host.strip("[]"), int(port))
+        card = self._cards[route.peer.url]
+        host, _, port = card.address.rpartition(":")
+        return Peer(route.peer.key, route.peer.url, host.strip("[]"), int(port), card.call_port)
 
     async def prefill(self, peer: Peer, call: PrefillCall) -> FirstToken:
         """Token 1. Cancelling it ends the prefill there. Raises PrefillRefused."""
@@ -147,18 +162,18 @@ class PeerCalls:
         calls.add(task)
         try:
             # It takes as long as the prompt takes: the link says whether anyone works.
-            reply = await self._connections.call(
-                "POST",
-                f"{peer.url}{PREFILL_ROUTE}",
-                headers={**self._headers, "Content-Type": "application/msgpack"},
-                body=msgspec.msgpack.encode(call),
-                timeout_s=None,
+            answer = await self._upstream(peer).ask(
+                b"POST", PREFILL_ROUTE.encode(), self._call_headers, msgspec.msgpack.encode(call)
             )
-            if not reply.ok:
+            try:
+                body = await answer.whole(_LARGEST_ANSWER)
+            finally:
+                answer.close()
+            if answer.status != 200:
                 self._counters.calls.labels("refused").inc()
-                raise PrefillRefused(f"{peer.url}: HTTP {reply.status}: {_said(reply)}")
-            first = msgspec.msgpack.decode(reply.body, type=FirstToken)
-        except CallFailed as error:
+                raise PrefillRefused(f"{peer.url}: HTTP {answer.status}: {_said(body)}")
+            first = msgspec.msgpack.decode(body, type=FirstToken)
+        except UpstreamLost as error:
             self._counters.calls.labels("unreachable").inc()
             raise PrefillRefused(f"{peer.url}: {error}") from None
         except msgspec.MsgspecError as error:
@@ -177,6 +192,16 @@ class PeerCalls:
                 del self._here[peer.key]
         self._counters.calls.labels("accepted").inc()
         return first
+
+    def _upstream(self, peer: Peer) -> Upstream:
+        place = (peer.host, peer.call_port)
+        found = self._upstreams.get(place)
+        if found is None:
+            to = urlsplit(peer.url)
+            # It has the certificate of its front, at an address that is not in there.
+            tls = (self._trust, to.hostname or "") if to.scheme == "https" else None
+            found = self._upstreams[place] = Upstream(place, tls=tls, idle_s=_KEPT_S)
+        return found
 
     def _load(self, url: str, card: EngineCard) -> int:
         return self._others.get(_key(card), 0) + self._here[_key(card)]
@@ -208,7 +233,7 @@ class PeerCalls:
         if reply.status == 404:
             raise ValueError("it is no prefill engine with --engine vllm")
         if not reply.ok:
-            raise ValueError(_said(reply) if reply.status == 503 else f"HTTP {reply.status}")
+            raise ValueError(_said(reply.body) if reply.status == 503 else f"HTTP {reply.status}")
         return msgspec.msgpack.decode(reply.body, type=EngineCard)
 
     def _take(self, url: str, card: EngineCard) -> None:
@@ -216,6 +241,10 @@ class PeerCalls:
         old = self._cards.get(url)
         if old is not None and _key(old) != _key(card):
             self._others.pop(_key(old), None)
+        if old is not None and _call_place(old) != _call_place(card):
+            unused = self._upstreams.pop(_call_place(old), None)
+            if unused is not None:
+                unused.close()
         self._cards[url] = card
         self._others[_key(card)] = max(0, card.load - self._here[_key(card)])
         trouble = ""
@@ -260,9 +289,13 @@ def _key(card: EngineCard) -> PeerKey:
     return (bytes.fromhex(card.incarnation), 0)
 
 
-def _said(reply: Reply) -> str:
+def _call_place(card: EngineCard) -> tuple[str, int]:
+    return card.address.rpartition(":")[0].strip("[]"), card.call_port
+
+
+def _said(body: bytes) -> str:
     """The message of an error body of ours."""
     try:
-        return str(json.loads(reply.body)["error"]["message"])
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return reply.body[:200].decode(errors="replace")
+        return body[:200].decode(errors="replace")

@@ -11,13 +11,14 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.runtime.vllm.kv_tensors import Geometry
-from kvrail.runtime.vllm.meta import Chunk, Finished, StepFacts
+from kvrail.runtime.vllm.layer_parts import Parts
+from kvrail.runtime.vllm.meta import Chunk, Finished, LayerDone, StepFacts
+from kvrail.runtime.vllm.posting import Posting
 from kvrail.runtime.vllm.results import Results
 from kvrail.transfer.foreign_pool import ForeignPools
 from kvrail.transfer.layout import BlockLayout
@@ -29,11 +30,10 @@ from kvrail.transfer.link_events import (
     LinkRefusal,
     LinkUp,
     Received,
-    Way,
 )
 from kvrail.transfer.links import Links
 from kvrail.transfer.native_writers import NativeWriters
-from kvrail.transfer.planner import Planner, count_runs
+from kvrail.transfer.planner import Planner
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.tickets import (
     AbortPrefill,
@@ -60,18 +60,25 @@ _U32 = npt.NDArray[np.uint32]
 class _Sending:
     """One request, from its call to vLLM's hearing that its blocks are free.
 
-    `wanted`: the tokens that its grant covers, once it has started. `pages` as of the last step that was told.
+    `wanted`: the tokens that its grant covers, once it has started. `computed`, `pages`, `after`: as of the last step
+    that was told. `ahead`: tokens that the running step computes, when their pushes have begun.
     """
 
     request_id: str
     ticket: bytes
     tokens: int
     computed: int = 0
+    ahead: int = 0
     pages: list[int] = field(default_factory=list)
     after: _ucx.CudaFence | None = None
     wanted: tuple[int, int] | None = None
     finished: Finished | None = None
     released: bool = False
+
+    @property
+    def going(self) -> bool:
+        """Whether its ticket has begun, and neither vLLM nor the ledger has ended it."""
+        return self.wanted is not None and self.finished is None and not self.released
 
 
 class Pushing:
@@ -84,20 +91,22 @@ class Pushing:
         sender: Sender,
         pools: ForeignPools,
         layout: BlockLayout,
-        geometry: Geometry,
+        parts: Parts,
         results: Results,
     ) -> None:
         self._links = links
         self._sender = sender
         self._pools = pools
         self._layout = layout
-        self._geometry = geometry
+        self._geometry = parts.geometry
         self._results = results
         self._requests: dict[str, _Sending] = {}
         self._grants: dict[bytes, tuple[LinkKey, _U32]] = {}
-        self._planners: dict[LinkKey, Planner] = {}
         self._writers = NativeWriters(links, sender)
         self.counters: Counter[str] = Counter()
+        self._posting = Posting(links, self._writers, pools, parts, self.counters)
+        # What the ledger wants pushed just now is still being computed.
+        self._ahead = False
 
     # --- what comes in ----------------------------------------------------------------------------------------
 
@@ -111,17 +120,29 @@ class Pushing:
                 self._carry_out(now)
         for chunk in facts.chunks:
             self._on_chunk(now, chunk, after)
+        if facts.chunks:
+            self._carry_out(now)
+            self._posting.rest(after)
         for finished in facts.finished:
             self._on_finished(now, finished)
         self._carry_out(now)
+
+    def handle_layer(self, now: float, done: LayerDone, after: _ucx.CudaFence | None = None) -> None:
+        """A layer of the running step is computed when `after` is done."""
+        for chunk in done.chunks:
+            request = self._requests.get(chunk.request_id)
+            if request is not None and request.going and request.ahead < chunk.computed:
+                request.ahead = chunk.computed
+                self._feed_ahead(now, request, chunk)
+        self._posting.layer(done.layer, after)
 
     def on_link(self, now: float, event: LinkEvent) -> None:
         """Something happened on a link."""
         match event:
             case LinkUp(key, _, lane):
-                self._planners[key] = Planner.of(lane.probes)
+                self._posting.planners[key] = Planner.of(lane.probes)
             case LinkDown(key):
-                self._planners.pop(key, None)
+                self._posting.planners.pop(key, None)
             case LinkRefusal(_, reason):
                 _log.warning("no link: %s", reason)
             # What the ledger refuses, or has already, changes nothing here.
@@ -149,7 +170,7 @@ class Pushing:
 
     def beat(self, steps: int) -> None:
         """Each link hears how far its tickets are."""
-        for key in self._planners:
+        for key in self._posting.planners:
             self._links.set_beat(
                 key, Beat(steps=steps, state="serving", tickets=self._sender.beat_tickets(key))
             )
@@ -159,7 +180,7 @@ class Pushing:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                request.computed, request.pages = 0, []
+                request.computed, request.ahead, request.pages = 0, 0, []
 
     def unread(self, request_id: str) -> bool:
         """Whether nothing of this request's blocks is being read: all that was posted is written."""
@@ -223,7 +244,7 @@ class Pushing:
         """Tell the ledger what is computed, when the ticket has begun."""
         if request.wanted is None or request.released:
             return
-        if fault := self._fault(request):
+        if fault := self._fault(request, request.computed, request.pages):
             self._sender.prefill_failed(now, request.ticket, fault)
             return
         if request.computed:
@@ -234,14 +255,25 @@ class Pushing:
             record = HandOff(first_token=finished.token, seed=0, next_position=request.tokens)
             self._sender.first_token(now, request.ticket, record)
 
-    def _fault(self, request: _Sending) -> str:
+    def _feed_ahead(self, now: float, request: _Sending, chunk: Chunk) -> None:
+        """Let the ledger begin with what the running step computes: its doorbell waits for the first token anyway.
+
+        A fault is told when the step is done, as without layers.
+        """
+        if not self._fault(request, chunk.computed, chunk.pages):
+            self._sender.computed(now, request.ticket, chunk.computed, chunk.pages)
+            self._ahead = True
+            self._carry_out(now)
+            self._ahead = False
+
+    def _fault(self, request: _Sending, computed: int, pages: list[int]) -> str:
         """Why its blocks cannot go where the grant wants them, or ""."""
         assert request.wanted is not None
         start, end = request.wanted
         if request.ticket not in self._grants:
             return "its grant is not known any more"
         key, targets = self._grants[request.ticket]
-        ready = min(request.computed, end)
+        ready = min(computed, end)
         if ready <= start:
             return ""
         theirs, layout = self._links.peer_units(key), self._layout
@@ -251,9 +283,9 @@ class Pushing:
                 return f"the grant names block {last}, which the completion engine does not have"
         count = len(targets) if ready >= end else layout.whole_pages(ready - start)
         first = layout.whole_pages(start)
-        source = np.array(request.pages[first : first + count], dtype=np.uint32)
+        source = np.array(pages[first : first + count], dtype=np.uint32)
         if len(source) < count:
-            return f"{len(request.pages)} blocks hold {request.computed} tokens"
+            return f"{len(pages)} blocks hold {computed} tokens"
         missing = np.flatnonzero((source == 0) & (targets[:count] != 0))
         if len(missing):
             return f"block {int(missing[0]) // layout.groups} is out of the sliding window here, and wanted there"
@@ -316,28 +348,9 @@ class Pushing:
             self._release(request_id)  # It never held anything for the ledger.
 
     def _push(self, push: Push) -> None:
-        writer, key = self._writers.get(push.writer), LinkKey(*push.link)
-        if writer is None:
+        if self._ahead:
+            self._posting.begin(push)
             return
         ticket = self._writers.ticket(push.writer)
         request = next((one for one in self._requests.values() if one.ticket == ticket), None)
-        after = request.after if request is not None else None
-        wanted = push.target != 0
-        source, target = push.source[wanted], push.target[wanted]
-        if not len(target):
-            return
-        units, planner, geometry = self._links.peer_units(key), self._planners.get(key), self._geometry
-        # Where each layer has an allocation of its own, as on GPUs, all ranges have one shape, and so the same units.
-        made: dict[tuple[int, int], tuple[_U32, _U32, Way | Literal[""]]] = {}
-        for (pool_id, pool), part in zip(self._pools.page_pools(), geometry.ranges, strict=True):
-            shape = part.tensors, units[pool_id] // part.tensors
-            if shape not in made:
-                here = geometry.units(source, part.tensors, geometry.blocks)
-                there = geometry.units(target, *shape)
-                nbytes = len(here) * geometry.unit_bytes
-                way = planner.choose(nbytes, count_runs(here, there)) if planner else None
-                made[shape] = here, there, way or ""
-            here, there, chosen = made[shape]
-            writer.push(pool_id, pool.address, here, there, after=after, way=chosen)
-            self.counters["bytes"] += len(here) * geometry.unit_bytes
-        self.counters["blocks"] += len(target)
+        self._posting.whole(push, request.after if request is not None else None)

@@ -36,6 +36,7 @@ def main() -> None:
     import vllm
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from kvrail.runtime.vllm.call_server import CallServer
     from kvrail.runtime.vllm.compat import replace_core_client, server_parts
     from kvrail.runtime.vllm.core_tap import CoreTap
     from kvrail.runtime.vllm.server_side import ServerSide
@@ -46,7 +47,9 @@ def main() -> None:
     def tapped(core: Any, config: Any) -> CoreTap:
         asyncio.get_running_loop()  # All that follows belongs to the loop of the API server.
         tap = CoreTap(core)
-        ServerSide(spec, tap, config, vllm.__version__)
+        side = ServerSide(spec, tap, config, vllm.__version__)
+        if spec.role == "pe":
+            CallServer(spec, tap, side)
         return tap
 
     replace_core_client(tapped)

@@ -34,7 +34,7 @@ class ServerSide:
         self._version = version
         self._model = model_digest(config)
         self._incarnation = secrets.token_bytes(16).hex()
-        self._max_model_len: int = config.model_config.max_model_len
+        self.max_model_len: int = config.model_config.max_model_len
         self._max_num_seqs: int = config.scheduler_config.max_num_seqs
         self._peers: PeerCalls | None = None
         self._splitter: RequestSplitter | None = None
@@ -52,11 +52,12 @@ class ServerSide:
 
     def _split(self, tap: CoreTap, config: Any) -> None:
         spec = self._spec
-        connections = KeptConnections(ssl.create_default_context(cafile=spec.ssl_ca_certs))
+        trust = ssl.create_default_context(cafile=spec.ssl_ca_certs)
         self._peers = PeerCalls(
             spec.pe_urls,
             spec.token,
-            connections,
+            KeptConnections(trust),
+            trust,
             self.counters,
             version=self._version,
             model=self._model,
@@ -80,8 +81,9 @@ class ServerSide:
             version=self._version,
             model=self._model,
             address=self._spec.address,
+            call_port=self._spec.call_port,
             incarnation=self._incarnation,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             load=self.load,
             limit=self._max_num_seqs * _QUEUED_PER_SEQUENCE,
         )
@@ -102,8 +104,8 @@ class ServerSide:
             return 409, f"this engine runs vLLM {self._version}, and the caller {call.version}"
         if call.model != self._model:
             return 409, "this engine serves another model, or the same in another number type"
-        if not 0 < tokens < self._max_model_len:
-            return 400, f"the prompt has {tokens} tokens; it may have {self._max_model_len - 1} at most"
+        if not 0 < tokens < self.max_model_len:
+            return 400, f"the prompt has {tokens} tokens; it may have {self.max_model_len - 1} at most"
         if self.core.trouble:
             return 503, self.core.trouble
         if self.load >= self._max_num_seqs * _QUEUED_PER_SEQUENCE:

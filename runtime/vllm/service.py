@@ -13,7 +13,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -21,7 +21,8 @@ from kvrail.runtime.vllm.front_files import PeersFile, StatusFile
 from kvrail.runtime.vllm.given_blocks import GivenBlocks
 from kvrail.runtime.vllm.kv_tensors import Geometry
 from kvrail.runtime.vllm.landing import Landing
-from kvrail.runtime.vllm.meta import StepFacts
+from kvrail.runtime.vllm.layer_parts import Parts
+from kvrail.runtime.vllm.meta import LayerDone, StepFacts
 from kvrail.runtime.vllm.pushing import Pushing
 from kvrail.runtime.vllm.results import Results
 from kvrail.runtime.vllm.settings import Settings
@@ -49,17 +50,21 @@ _TURN_S = 0.05
 
 
 class Memory(NamedTuple):
-    """The KV tensors of a worker: what they hold, where, and what keeps them alive. `cuda`: in that GPU's memory."""
+    """The KV tensors of a worker: what they hold, where, and what keeps them alive. `cuda`: in that GPU's memory.
+
+    `groups`: names of the layers of each KV cache group.
+    """
 
     layout: BlockLayout
     geometry: Geometry
+    groups: Sequence[Sequence[str]]
     owner: object
     cuda: _ucx.CudaDevice | None = None
     gpu: Gpu | None = None
 
 
 class _Posted(NamedTuple):
-    facts: StepFacts
+    facts: StepFacts | LayerDone
     after: _ucx.CudaFence | None
 
 
@@ -142,8 +147,8 @@ class Service:
 
     # --- called by vLLM's thread ------------------------------------------------------------------------------
 
-    def post(self, facts: StepFacts, after: _ucx.CudaFence | None = None) -> None:
-        """Facts of a step; its chunks are computed when `after` is done. Returns at once."""
+    def post(self, facts: StepFacts | LayerDone, after: _ucx.CudaFence | None = None) -> None:
+        """Facts of a step, or of one of its layers, which are computed when `after` is done. Returns at once."""
         self._inbox.put(_Posted(facts, after))
         os.eventfd_write(self._wake, 1)
 
@@ -240,6 +245,9 @@ class Service:
             if isinstance(item, _Question):
                 item.work(now)
                 item.done.set()
+            elif isinstance(item.facts, LayerDone):
+                if isinstance(self.role, Pushing):
+                    self.role.handle_layer(now, item.facts, item.after)
             elif isinstance(self.role, Pushing):
                 self.role.handle(now, item.facts, item.after)
             else:
@@ -268,10 +276,10 @@ class Service:
                 os.eventfd_read(self._wake)
             while not self._inbox.empty():
                 item = self._inbox.get_nowait()
-                if isinstance(item, _Posted):
-                    self.role.refuse(item.facts)
-                else:
+                if isinstance(item, _Question):
                     item.done.set()
+                elif isinstance(item.facts, StepFacts):
+                    self.role.refuse(item.facts)
 
     def _end(self) -> None:
         with contextlib.suppress(TransferError):
@@ -294,7 +302,7 @@ class Service:
                 sender=sender,
                 pools=self._pools,
                 layout=memory.layout,
-                geometry=memory.geometry,
+                parts=Parts(memory.geometry, memory.groups),
                 results=self.results,
             )
         blocks = GivenBlocks()

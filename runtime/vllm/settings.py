@@ -22,6 +22,7 @@ _KEYS = {
     "meet_s": (float, 30.0),
     "peers": (list, []),
     "peers_file": (str, None),
+    "push": (str, "chunk"),
     "put_transport": (str, "auto"),
     "require_lane": (str, None),
     "runtime_dir": (str, None),
@@ -30,7 +31,11 @@ _KEYS = {
     "token_file": (str, None),
     "ucx": (str, None),
 }
-_CHOICES = {"lane": ("auto", "shm", "peer", "put"), "put_transport": ("auto", "cma", "tcp")}
+_CHOICES = {
+    "lane": ("auto", "shm", "peer", "put"),
+    "push": ("chunk", "layer"),
+    "put_transport": ("auto", "cma", "tcp"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Settings:
     lane: Literal["auto", "shm", "peer", "put"]
     put_transport: Literal["auto", "cma", "tcp"]
     require_lane: str | None
+    # PE: when blocks go out, after each chunk of a prompt or after each layer of one.
+    push: Literal["chunk", "layer"]
     runtime_dir: Path
     # Of `runtime launch`, see front_files.py.
     peers_file: str | None

@@ -23,7 +23,7 @@ __all__ = [
     "ServerState",
 ]
 
-# At the front of a prefill engine, under the cluster token.
+# Under the cluster token, at the front of a prefill engine, and at the port of which its card speaks.
 CARD_ROUTE = "/vllm/card"
 PREFILL_ROUTE = "/vllm/prefill"
 # At the vLLM server behind it, which nobody but its front can reach.
@@ -34,8 +34,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a vLLM server is told at start, as one line on stdin: never on a command line, it holds the cluster token.
 
     `status_file` is written by the connector, `peers_file` is read by it; both are "" for a single engine. `address`:
-    where the connector of a prefill engine listens, host:port. `stuck_s`: after how long without
-    the end of a step an engine core is taken as stuck.
+    where the connector of a prefill engine listens, host:port; on `call_port` of that host it is called, by TLS when
+    there is a certificate. `stuck_s`: after how long without the end of a step an engine core is taken as stuck.
     """
 
     role: Literal["pe", "ce", "single"]
@@ -48,18 +48,23 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     status_file: str = ""
     peers_file: str = ""
     address: str = ""
+    call_port: int = 0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     stuck_s: float = 60.0
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill engine says of itself. `model` is a digest of the configuration of its model.
 
-    `address`: where its connector listens, host:port. `load` of at most `limit` prefills are there now.
+    `address`: where its connector listens, host:port; it is called on `call_port` of that host. `load` of at most
+    `limit` prefills are there now.
     """
 
     version: str
     model: str
     address: str
+    call_port: int
     incarnation: str
     max_model_len: int
     load: int

@@ -19,6 +19,7 @@ from kvrail.runtime.vllm.compat import (
     failed_output,
     first_token_output,
     renamed,
+    text_from_the_end,
     variant,
 )
 from kvrail.runtime.vllm.core_tap import CoreTap
@@ -122,6 +123,13 @@ class _SplitRequest:
     def begin(self) -> None:
         """Both legs at once."""
         self.legs.start(only_token_1=self._only_token_1)
+        # Behind the tasks of both: there is time until token 1 comes.
+        asyncio.get_running_loop().call_soon(self._prepare_text)
+
+    def _prepare_text(self) -> None:
+        client, request = self._owner.tap.client, self._request
+        if client is not None:
+            text_from_the_end(client, request.request_id, request.prompt_token_ids)
 
     def settle(self) -> None:
         """Forget the request once it is over."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvrail.runtime.vllm.meta import ForScheduler, StepFacts
+from kvrail.runtime.vllm.gpu_worker import stream_of
+from kvrail.runtime.vllm.meta import ForScheduler, LayerDone, StepFacts
 from kvrail.runtime.vllm.results import Outcome
 from kvrail.runtime.vllm.service import Service
 
@@ -52,15 +53,18 @@ class WorkerSide:
             )
             self._service.post(early)
 
+    def after_layer(self, layer: str) -> None:
+        """A layer of the forward pass is done (on a GPU: queued on the calling thread's stream): it can go ahead."""
+        if self._service is not None and self._facts is not None and self._facts.chunks:
+            after = self._recorded(stream_of(self.device))
+            self._service.post(LayerDone(layer, self._facts.chunks), after)
+
     def after_forward(self, stream: int | None) -> None:
         """The forward pass is done (on a GPU: queued on `stream`): what it computed can be pushed behind it."""
         facts, self._facts = self._facts, None
         if self._service is None or facts is None or not facts.chunks:
             return
-        after: _ucx.CudaFence | None = None
-        if self._service.cuda is not None and stream is not None:
-            after = self._service.cuda.record(stream)
-        self._service.post(StepFacts(chunks=facts.chunks), after)
+        self._service.post(StepFacts(chunks=facts.chunks), self._recorded(stream))
 
     def outcome(self) -> Outcome:
         """What has happened since the last step. Its news are kept for `take_news` as well."""
@@ -83,6 +87,10 @@ class WorkerSide:
     def device(self) -> _ucx.CudaDevice | None:
         """The GPU that the KV is in; None on a CPU."""
         return self._service.cuda if self._service is not None else None
+
+    def _recorded(self, stream: int | None) -> _ucx.CudaFence | None:
+        cuda = self.device
+        return cuda.record(stream) if cuda is not None and stream is not None else None
 
     def close(self) -> None:
         """vLLM shuts down."""

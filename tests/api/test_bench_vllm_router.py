@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvrail.frontend.bench_vllm_router import application
+from kvrail.frontend.launched import free_port
 
 SAID = {"do_remote_prefill": True, "remote_port": 7}
 
@@ -75,3 +82,30 @@ def test_both_engines_are_asked_and_the_stream_is_passed_on_as_it_comes() -> Non
             assert len(decode.asked) == 1
 
     asyncio.run(test())
+
+
+def test_nobody_is_left_standing_still_behind_it() -> None:
+    """The tool stops the engines for a while, and may be killed then: its end is the router's, who lets them go on."""
+    engine = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "kvrail.frontend.bench_vllm_router", "--port", str(port)]
+    urls = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]
+    router = subprocess.Popen([*command, *urls, "--wake", str(engine.pid)])
+    try:
+        os.killpg(engine.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        # Listening: from then on it takes SIGTERM as an orderly end.
+        while not any(one.laddr.port == port for one in psutil.Process(router.pid).net_connections()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert psutil.Process(engine.pid).status() == psutil.STATUS_STOPPED
+        router.terminate()
+        router.wait(60)
+        while psutil.Process(engine.pid).status() == psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        engine.kill()
+        engine.wait()
+        router.kill()
+        router.wait()

@@ -38,7 +38,14 @@ from kvrail.runtime.vllm.spec import (
 )
 
 _CARD = EngineCard(
-    version="0.32.0", model="m", address="127.0.0.1:4", incarnation="ab", max_model_len=64, load=0, limit=4
+    version="0.32.0",
+    model="m",
+    address="127.0.0.1:4",
+    call_port=5,
+    incarnation="ab",
+    max_model_len=64,
+    load=0,
+    limit=4,
 )
 
 
@@ -53,7 +60,6 @@ class Behind:
         self.hangs = threading.Event()
         routes = [
             Route(STATE_ROUTE, self._state),
-            Route(PREFILL_ROUTE, self._prefill, methods=["POST"]),
             Route("/metrics", lambda _: Response("vllm:num_requests_running 0.0\n")),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/stream", self._stream, methods=["POST"]),
@@ -64,12 +70,6 @@ class Behind:
         while self.hangs.is_set():
             await asyncio.sleep(0.01)
         return Response(msgspec.msgpack.encode(self.state))
-
-    async def _prefill(self, request: Request) -> Response:
-        body = await request.body()
-        if body == b"wait":
-            await self._gone(request)
-        return Response(b"token 1 for " + body, 409 if body == b"refuse" else 200)
 
     async def _completions(self, request: Request) -> Response:
         self.seen.append((request.url.query, dict(request.headers), await request.body()))
@@ -356,11 +356,6 @@ def test_a_prefill_engine_is_for_engines_only(tmp_path: Path, behind: Behind) ->
     with serving(tmp_path, behind, role="pe") as front:
         assert front.http.post("/v1/completions", json={}).status_code == 404
         assert front.http.get(CARD_ROUTE).status_code == 401
-        assert front.http.post(PREFILL_ROUTE, content=b"x").status_code == 401
         front.http.headers["authorization"] = f"Bearer {TOKEN.decode()}"
         assert msgspec.msgpack.decode(front.http.get(CARD_ROUTE).content, type=EngineCard) == _CARD
-        assert front.http.post(PREFILL_ROUTE, content=b"x").content == b"token 1 for x"
-        assert front.http.post(PREFILL_ROUTE, content=b"refuse").status_code == 409
-        with pytest.raises(httpx.ReadTimeout):
-            front.http.post(PREFILL_ROUTE, content=b"wait", timeout=0.5)
-        assert behind.left.wait(5), "the caller left, and the prefill is given up"
+        assert front.http.post(PREFILL_ROUTE, content=b"x").status_code == 404, "that has a port of its own"

@@ -69,3 +69,18 @@ def test_answers_outgrow_the_ce_pool(split: Breakable) -> None:
     for asking in askings:
         split.check(asking.wait(120))
     wait_idle(split.pe(), ce)
+
+
+def test_a_small_pe_under_two_bursts(split: Breakable) -> None:
+    """Two seats at the PE, two CEs that must not prefill: who cannot start there yet waits, and nobody is refused."""
+    pe = split.pe("--max-num-seqs", "2")
+    ces = [split.start_ce("--pe-url", pe.url, "--local-prefill", "never") for _ in range(2)]
+    for ce in ces:
+        split.wait_linked(ce.wait_ready())
+    askings = [Asking(ces[n % 2], make_prompt(100), max_tokens=8) for n in range(24)]
+    for asking in askings:
+        split.check(asking.wait(120))
+        assert asking.route == "remote"
+    wait_idle(pe, *ces)
+    for ce in ces:
+        ce.stop()

@@ -80,6 +80,7 @@ class Peer:
                     same_host=lane.same_host,
                     transport=lane.transport,
                     slow=lane.slow,
+                    rails=lane.rails,
                     probes=lane.probes,
                 )
             elif isinstance(event, Received):

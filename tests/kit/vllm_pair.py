@@ -75,7 +75,26 @@ class Worker:
 
     def step(self, **facts: Any) -> None:
         """One step of vLLM's loop."""
-        told = self.do(do="step", facts=facts)
+        self._hear(self.do(do="step", facts=facts))
+
+    def begin(self, **facts: Any) -> None:
+        """A step whose forward pass is told layer by layer, up to `end`."""
+        self.do(do="begin", facts=facts)
+
+    def layer(self, tensor: int, values: Sequence[tuple[int, float]], group: int = 0) -> None:
+        """It computes the layer of this group in this tensor: (block, value) of each."""
+        self.do(do="layer", group=group, tensor=tensor, values=list(values))
+
+    def end(self) -> None:
+        """The forward pass is done."""
+        self._hear(self.do(do="end"))
+
+    def tensors(self, block: int) -> list[float]:
+        """What stands in a block, tensor by tensor."""
+        found: list[float] = self.do(do="tensors", block=block)
+        return found
+
+    def _hear(self, told: dict[str, Any]) -> None:
         self.sent += told["sent"]
         self.received += told["received"]
         self.failed |= set(told["failed"])

@@ -12,16 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from kit.vllm_pair import free_port, ticket
 from kvrail.runtime.bound import bound_command
+from kvrail.runtime.vllm.ports import free_ports
 
-__all__ = ["Router", "VllmServer", "random_prompt"]
+__all__ = ["Router", "VllmServer", "random_prompt", "small_pair", "text_of"]
 
 _START_S = 300.0
 _PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -191,6 +193,27 @@ class Router:
     @property
     def ways(self) -> dict[str, Callable[[Sequence[int], int], str]]:
         return {"one after the other": self.one_after_the_other, "at once": self.at_once}
+
+
+@contextlib.contextmanager
+def small_pair(
+    model: Path, folder: Path, more: Sequence[str] = (), pe_extra: dict[str, Any] | None = None
+) -> Iterator[Router]:
+    """A pair for a tiny model, with little memory for KV."""
+    more = ["--kv-cache-memory-bytes", str(64 << 20), *more]
+    port = free_ports("127.0.0.1", None, 2)
+    with pytest.MonkeyPatch.context() as environment:
+        # vLLM would prefer what it says.
+        environment.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+        pe = VllmServer(model, folder, "pe", {"kv_port": port, **(pe_extra or {})}, more=more)
+        ce = VllmServer(model, folder, "ce", {"peers": [f"127.0.0.1:{port}"]}, more=more)
+    try:
+        for server in (pe, ce):
+            server.wait_ready()
+        yield Router(pe, ce, port)
+    finally:
+        for server in (pe, ce):
+            server.stop()
 
 
 def text_of(answer: dict[str, Any]) -> str:

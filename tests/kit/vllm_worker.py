@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Worker:
         self.memory = np.zeros((tensors, blocks, *SHAPE), dtype=np.float32)
         views = [
             TensorView(
-                f"layer.{at}",
+                f"layer.{group}.{at}",
                 self.memory.ctypes.data,
                 part.ctypes.data,
                 part.shape,
@@ -38,7 +39,9 @@ class Worker:
                 part.itemsize,
             )
             for at, part in enumerate(self.memory)
+            for group in range(config["groups"])
         ]
+        groups = [[f"layer.{group}.{at}" for at in range(tensors)] for group in range(config["groups"])]
         geometry = geometry_of(views, blocks)
         layout = BlockLayout(
             page_tokens=BLOCK_TOKENS,
@@ -50,7 +53,7 @@ class Worker:
         )
         self.service = Service(
             Settings.of(config["role"], config["extra"]),
-            Memory(layout, geometry, self.memory),
+            Memory(layout, geometry, groups, self.memory),
             token=config["token"].encode(),
             rank=0,
             offset=0,
@@ -59,7 +62,7 @@ class Worker:
         self.side = WorkerSide()
         self.side.start(self.service)
 
-    def step(self, told: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, told: dict[str, Any]) -> None:
         facts = StepFacts(
             calls=[Call(one[0], bytes.fromhex(one[1]), one[2]) for one in told.get("calls", ())],
             chunks=[Chunk(*one) for one in told.get("chunks", ())],
@@ -82,8 +85,23 @@ class Worker:
             idle=not told,
         )
         self.side.before_forward(facts)
-        for block, value in told.get("compute", ()):
+
+    def layer(self, group: int, tensor: int, values: list[tuple[int, float]]) -> None:
+        """One layer of the step's forward pass."""
+        for block, value in values:
+            self.memory[tensor, block] = tensor * 1000 + value
+        self.side.after_layer(f"layer.{group}.{tensor}")
+
+    def step(self, told: dict[str, Any]) -> dict[str, Any]:
+        self.begin(told)
+        self.compute(told.get("compute", ()))
+        return self.end()
+
+    def compute(self, values: Iterable[tuple[int, float]]) -> None:
+        for block, value in values:
             self.memory[:, block] = np.arange(self.memory.shape[0]).reshape(-1, 1, 1, 1) * 1000 + value
+
+    def end(self) -> dict[str, Any]:
         self.side.after_forward(None)
         outcome = self.side.outcome()
         news = self.side.take_news()
@@ -100,6 +118,16 @@ class Worker:
         match command["do"]:
             case "step":
                 return self.step(command["facts"])
+            case "begin":
+                return self.begin(command["facts"])
+            case "layer":
+                return self.layer(command["group"], command["tensor"], command["values"])
+            case "compute":
+                return self.compute(command["values"])
+            case "end":
+                return self.end()
+            case "tensors":
+                return [float(part.flat[0]) for part in self.memory[:, command["block"]]]
             case "look":
                 return [self._value(block) for block in command["blocks"]]
             case "gauges":

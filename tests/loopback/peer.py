@@ -31,9 +31,10 @@ class Peer(NativeEvents):
         cookie: int = 0x1234_5678_9ABC_DEF0,
         spin_us: int = 0,
         copy_threads: int = 1,
+        rails: int = 1,
         overrides: dict[str, str] | None = None,
     ) -> None:
-        self.page_bytes = page_bytes
+        self.page_bytes, self._rails = page_bytes, rails
         self.context = ucx.open_context(transport, "127.0.0.1", overrides=overrides)
         self.reactor = ucx.open_reactor(self.context, spin_us=spin_us, copy_threads=copy_threads)
         self.fd = os.memfd_create("pool", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
@@ -60,10 +61,17 @@ class Peer(NativeEvents):
     def join(self, card: dict[str, Any]) -> None:
         """Connect to the other end, and import its pages for both lanes."""
         self.link.connect(bytes.fromhex(card["address"]))
+        self.link.open_rails(self._rails)
         size = {"nbytes": card["nbytes"], "unit_bytes": card["page_bytes"]}
         self.link.import_put(PUT, base=card["base"], key=bytes.fromhex(card["key"]), **size)
         self._theirs = card
         self._import_shm(SHM)
+        nothing = np.zeros(1, dtype=np.uint32)
+        for number in range(1, self._rails):
+            # It takes part in pushes once it has carried something alone.
+            writer = self.link.writer(-number % (1 << 64), ttl_s=30.0)
+            writer.push(PUT, self.base, nothing, nothing, rail=number)
+            self.take(EventKind.PROGRESS)
 
     def import_both(self, pool: int) -> None:
         """Import the other end's pages as `pool`, which they are for puts already, for lane shm as well."""
@@ -95,6 +103,9 @@ class Server:
 
     def open(self, **arguments: Any) -> dict[str, Any]:
         self.peer = Peer(**arguments)
+        return self.peer.card()
+
+    def card(self) -> dict[str, Any]:
         return self.peer.card()
 
     def join(self, card: dict[str, Any]) -> None:

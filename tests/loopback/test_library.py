@@ -86,6 +86,29 @@ def test_ending_without_closing_anything_is_clean() -> None:
     )
 
 
+def test_a_reactor_that_gets_no_threads_is_refused_and_leaves_nothing_behind() -> None:
+    run(
+        "import os, resource, signal\n"
+        "from kvrail.transfer import ucx\n"
+        "context = ucx.open_context('tcp', '127.0.0.1')\n"
+        "ucx.open_reactor(context, spin_us=0, copy_threads=1).close()\n"
+        "left = lambda: (sorted(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')))\n"
+        "before = left()\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))  # room for a few stacks\n"
+        "try:\n"
+        "    ucx.open_reactor(context, spin_us=0, copy_threads=64)\n"
+        "    raise SystemExit('64 stacks of 8 MiB in 64 MiB?')\n"
+        "except OSError as error:\n"
+        "    assert 'unavailable' in str(error), error\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "assert left() == before\n"
+        "assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()\n"
+        "ucx.open_reactor(context, spin_us=0, copy_threads=64).close()\n"
+        "context.close()"
+    )
+
+
 def test_event_kinds_are_those_of_the_native_module() -> None:
     ucx.load_library()
     from kvrail.transfer import _ucx

@@ -52,6 +52,21 @@ def test_pages_and_messages_cross(start: Start, lane: str) -> None:
     pe.wait("WriterEvent", kind="rung", writer=5, ok=True)
 
 
+@pytest.mark.parametrize("lane", ["put/cma", "put/tcp"])
+def test_pages_cross_by_several_threads(start: Start, lane: str) -> None:
+    pe, ce = start(True, rails=3), start(False, **LANES[lane])
+    ours, theirs = connect(pe, ce)
+    assert (ours["lane"], ours["rails"], theirs["rails"], ours["reason"]) == (lane, 3, 3, "")
+    for page in range(32):
+        pe.ask("fill", page=page, value=page + 100)
+    target = list(range(31, -1, -1))
+    # 2 MiB each.
+    pe.ask("push", key=ce.key, writer=5, epoch=1, source=list(range(32)), target=target, times=20)
+    ce.wait("Received", message="Doorbell")
+    assert ce.ask("look", pages=target) == [[page + 100] for page in range(32)]
+    pe.wait("WriterEvent", kind="rung", writer=5, ok=True)
+
+
 def test_messages_of_another_epoch_are_dropped(start: Start) -> None:
     pe, ce = start(True), start(False)
     connect(pe, ce)
@@ -248,18 +263,25 @@ def _listening(pid: int) -> set[str]:
     return hosts
 
 
-def test_listens_on_the_kv_host_only(start: Start) -> None:
-    pe, ce = start(True), start(False)
+RAILS = pytest.mark.parametrize(
+    ("rails", "options"), [(0, {}), (3, {"lane": "put", "put_transport": "tcp"})], ids=["auto", "tcp-3"]
+)
+
+
+@RAILS
+def test_listens_on_the_kv_host_only(start: Start, rails: int, options: dict[str, Any]) -> None:
+    pe, ce = start(True, rails=rails), start(False, **options)
     connect(pe, ce)
     loopback = {"0100007F"}
     assert _listening(pe.process.pid) == loopback
     assert _listening(ce.process.pid) <= loopback
 
 
-def test_links_leave_nothing_behind(start: Start) -> None:
+@RAILS
+def test_links_leave_nothing_behind(start: Start, rails: int, options: dict[str, Any]) -> None:
     """Descriptors return to what they were after many links; nothing appears in /dev/shm."""
     shm = set(os.listdir("/dev/shm"))
-    pe, ce = start(True), start(False, redial_min_s=0.01)
+    pe, ce = start(True, rails=rails), start(False, redial_min_s=0.01, **options)
     connect(pe, ce)
     counts = []
     for epoch in range(1, 6):

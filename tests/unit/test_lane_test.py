@@ -54,30 +54,34 @@ PLANS = {"put": Plan(("put",), "all", "auto", ""), "peer": Plan(("peer", "put"),
 class Bench:
     """A lane test over a link that only takes notes. `broken`: ways whose self-test fails."""
 
-    def __init__(self, lane: str = "put", *, broken: tuple[str, ...] = (), memory: str = "host") -> None:
+    def __init__(
+        self, lane: str = "put", *, broken: tuple[str, ...] = (), memory: str = "host", rails: int = 1
+    ) -> None:
         self.opened: list[int] = []
         self.imported: list[tuple[str, int]] = []
         self.broken = broken
         self.last_way = ""
+        self.opened_rails: list[int] = []
         self.timed = False
         link: Any = SimpleNamespace(
             import_put=lambda pool, **_: self.imported.append(("put", pool)),
             import_peer=lambda pool, **_: self.imported.append(("peer", pool)),
             writer=self._writer,
             transports=lambda: ["tcp/lo"],
+            open_rails=self.opened_rails.append,
         )
         pool: Any = SimpleNamespace(
             name="probe", memory=memory, address=1, unit_bytes=4096, nbytes=8 << 20, write=lambda *_: None
         )
         offer = GPU_OFFER if lane == "peer" else OFFER
-        self.test = lane_test(link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1))
+        self.test = lane_test(link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1), rails=rails)
 
     def _writer(self, key: int, ttl_s: float) -> Any:
         self.opened.append(key)
         return SimpleNamespace(push=self._push, ring=self._ring)
 
-    def _push(self, pool: int, address: int, source: Any, target: Any, *, way: str) -> None:
-        self.last_way = way
+    def _push(self, pool: int, address: int, source: Any, target: Any, *, way: str, rail: int = 0) -> None:
+        self.last_way = f"rail {rail}" if rail else way
 
     def _ring(self, message: bytes) -> None:
         test = decode(message)
@@ -133,3 +137,19 @@ def test_when_nothing_works_every_reason_is_given() -> None:
     said = str(refusal.value)
     assert "peer: kernel: self-test put failed: broken; engine: self-test put failed" in said
     assert "no fast way from host memory to GPU memory here" in said
+
+
+def test_each_rail_is_tested_alone_and_the_lane_says_how_many_work() -> None:
+    bench = Bench(rails=4)
+    lane = bench.run(1.0)
+    # Once the link's own worker, once each other rail, and one probe of each size.
+    assert (bench.opened_rails, lane.rails, len(bench.opened), lane.reason) == ([4], 4, 1 + 3 + 3, "")
+    bench = Bench(rails=4, broken=("rail 2",))
+    lane = bench.run(1.0)
+    assert (lane.rails, lane.label) == (3, "put/tcp")
+    assert lane.reason == "put without rail 2: self-test put failed: broken (UCX has no fast, permitted way)"
+
+
+def test_only_lanes_whose_puts_cost_the_cpu_have_rails() -> None:
+    bench = Bench("peer", memory="cuda", rails=4)
+    assert (bench.run(1.0).rails, bench.opened_rails) == (1, [])

@@ -16,6 +16,7 @@ from kvrail.transfer.lanes import (
     no_peer,
     plan_lanes,
     put_carrier,
+    rails_for,
 )
 
 AUTO = Wishes("auto", "auto", None)
@@ -157,3 +158,11 @@ def test_put_carrier_is_the_fastest_that_can_put() -> None:
     assert put_carrier([]) == "?"
     assert put_carrier(["cuda_ipc/cuda", "rc_mlx5/mlx5_0:1", "cma/memory"], "cuda") == "cuda_ipc"
     assert put_carrier(["rc_mlx5/mlx5_0:1", "cma/memory"], "cuda") == "rc_mlx5"
+
+
+def test_rails_where_a_second_thread_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert [rails_for(name) for name in ("cma", "tcp", "rc_mlx5", "?")] == [2, 1, 1, 1]
+    assert (rails_for("tcp", 3), rails_for("cma", 1)) == (3, 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1})
+    assert rails_for("cma") == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,26 @@ def test_pools_of_a_rank() -> None:
     stateless = Pools.allocate(context, pages=3, page_bytes=4096)
     assert [pool_id for pool_id, _ in stateless.by_id()] == [0, 2]
     stateless.close()
+
+
+class Locking:
+    """A GPU that notes what host memory it was told to lock."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def pin(self, address: int, nbytes: int) -> Any:
+        self.locked[address] = nbytes
+        return SimpleNamespace(close=lambda: self.locked.pop(address))
+
+
+def test_what_a_gpu_copies_is_page_locked_the_probe_area_too() -> None:
+    context: Any = Context()
+    gpu: Any = Locking()
+    pools = Pools.allocate(context, pages=3, page_bytes=4096, state_slots=2, state_bytes=128, pin=gpu)
+    assert set(gpu.locked) == {pool.address for _, pool in pools.by_id()}
+    pools.close()
+    assert not gpu.locked
 
 
 @pytest.mark.parametrize(("limit", "found"), [("64", 64 - 40 + 25), ("120", 100), ("max", 100)])

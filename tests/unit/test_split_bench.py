@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,11 @@ from kvrail.frontend.split_bench.report import markdown
 from kvrail.frontend.split_bench.runner import Settings, in_turn, was_cut
 from kvrail.frontend.split_bench.watch import Carried, Link, Links, added
 
-LINK = Link(0, 0, "peer/cuda_ipc kernel", "cuda", 200.0, "", 0, 0, 0, 0)
+LINK = Link(0, 0, "peer/cuda_ipc", "cuda", 200.0, "", 0, 0, 0, 0)
 
 
-def link(pe: int, ce: int, **counted: float) -> Link:
-    return dataclasses.replace(LINK, pe_rank=pe, ce_rank=ce, **counted)  # type: ignore[arg-type]
+def link(pe: int, ce: int, **counted: Any) -> Link:
+    return dataclasses.replace(LINK, pe_rank=pe, ce_rank=ce, **counted)
 
 
 def test_places() -> None:
@@ -43,10 +44,18 @@ def test_plans_have_the_same_gpus() -> None:
 
 
 def test_what_links_carried() -> None:
-    before = Links((link(0, 0, bytes=1e9, tickets=1, unhidden_s=5.0), link(0, 1)))
+    before = Links((link(0, 0, bytes=1e9, tickets=1, unhidden_s=5.0, by_way={"kernel": 1e9}), link(0, 1)))
     after = Links(
         (
-            link(0, 0, bytes=4e9, pages=3, tickets=3, unhidden_s=5.004),
+            link(
+                0,
+                0,
+                bytes=4e9,
+                pages=3,
+                tickets=3,
+                unhidden_s=5.004,
+                by_way={"kernel": 1.5e9, "engine": 2.5e9},
+            ),
             link(0, 1, bytes=1e9, tickets=2, unhidden_s=0.004),
         )
     )
@@ -58,7 +67,9 @@ def test_what_links_carried() -> None:
     assert carried.probed_ms == pytest.approx(5.0)
     assert carried.unhidden_ms == pytest.approx(2.0)
     assert carried.hidden == pytest.approx(0.6)
+    assert carried.links[0].by_way == {"kernel": 0.5e9, "engine": 2.5e9}
     twice = added([carried, carried])
+    assert twice.links[0].by_way == {"kernel": 1e9, "engine": 5e9}
     assert (twice.bytes, twice.seconds, twice.hidden) == (8e9, 4.0, pytest.approx(0.6))
 
 
@@ -94,12 +105,15 @@ def test_lengths_that_the_model_does_not_take() -> None:
 
 def test_a_rate_that_came_with_errors_is_compared_with_nothing() -> None:
     settings = Settings(64, 8, (1,), 2, 900, 1, 1, 1, 32, 8, 700, 1, (128,), 1, 1, 1, 1, 1, 1, 2)
-    carried = Carried(2.0, (link(0, 0, bytes=1e9, tickets=1, unhidden_s=0.001),)).record()
+    carried = Carried(
+        2.0, (link(0, 0, bytes=1e9, tickets=1, unhidden_s=0.001, by_way={"engine": 1e9, "kernel": 0.0}),)
+    ).record()
     row = {"part": "push", "errors": 0, "cut": False}
     split = {**row, "engine": "split 1+1", "prompt_tok_per_s_rank": 90.0, "carried": carried}
     single = {**row, "engine": "single 1", "prompt_tok_per_s_rank": 100.0}
     assert "the split is -10.0 %" in markdown([split, single], settings, "GPU")
     assert "hidden: 80 %" in markdown([split, single], settings, "GPU")
+    assert "(engine 100 %, kernel 0 %)" in markdown([split, single], settings, "GPU")
     for bad in ({"errors": 3}, {"cut": True}):
         assert "the split is" not in markdown([split, {**single, **bad}], settings, "GPU")
         assert "the split is" not in markdown([{**split, **bad}, single], settings, "GPU")

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrail.runtime.vllm.kv_tensors import Geometry, Range
+from kvrail.runtime.vllm.layer_parts import Parts
 from kvrail.runtime.vllm.meta import Call, Chunk, Finished, StepFacts
 from kvrail.runtime.vllm.pushing import Pushing
 from kvrail.runtime.vllm.results import Results
@@ -42,12 +44,7 @@ class Links:
 @pytest.fixture
 def role() -> Pushing:
     layout = BlockLayout(page_tokens=16, groups=1, unit_bytes=256, ranges=(1,), order="tensor", facts={})
-    geometry: Any = SimpleNamespace(
-        blocks=64,
-        unit_bytes=256,
-        ranges=[SimpleNamespace(tensors=1)],
-        units=lambda pages, tensors, blocks: pages,
-    )
+    geometry = Geometry(64, 256, "tensor", (Range(4096, 1, (("l0",),)),))
     pools: Any = SimpleNamespace(page_pools=lambda: [(0, SimpleNamespace(address=0))])
     links: Any = Links()
     made = Pushing(
@@ -55,7 +52,7 @@ def role() -> Pushing:
         sender=Sender(layout, incarnation=PE[0], rank=0, max_tickets=4096, meet_s=15.0),
         pools=pools,
         layout=layout,
-        geometry=geometry,
+        parts=Parts(geometry, [["l0"]]),
         results=Results(),
     )
     lane: Any = SimpleNamespace(probes=[], card_writes_gpu=False)

@@ -30,7 +30,12 @@ def service(role: str, folder: Path) -> Service:
     extra: dict[str, Any] = {"runtime_dir": str(folder), "kv_port": free_port(), "peers": ["127.0.0.1:9"]}
     settings = Settings.of(role, extra)
     return Service(
-        settings, Memory(layout, geometry, memory), token=b"t" * 32, rank=0, offset=0, ucx_overrides={}
+        settings,
+        Memory(layout, geometry, [["l0"]], memory),
+        token=b"t" * 32,
+        rank=0,
+        offset=0,
+        ucx_overrides={},
     )
 
 

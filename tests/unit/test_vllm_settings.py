@@ -126,7 +126,8 @@ def test_each_difference_is_named(tmp_path: Path) -> None:
     for theirs, word in (
         (layout(tmp_path, version="2"), "engine: ours 'vllm 1', theirs 'vllm 2'"),
         (layout(tmp_path, isa="amx"), "attention: ours .*vec.*, theirs .*amx"),
-        (layout(tmp_path, size=4), "tensor_parallel_size"),
+        # Alone: the number of heads and the size of blocks, say, follow from it.
+        (layout(tmp_path, size=4, num_kv_heads=1), r"\(tensor_parallel_size: ours '2', theirs '4'\)$"),
         (layout(tmp_path, head_size=128), "group_0: .*heads of 64"),
         (layout(tmp_path, block_size=32), "page_tokens: ours 16, theirs 32"),
         (

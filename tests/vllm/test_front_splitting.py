@@ -74,7 +74,7 @@ class Peers:
         self.usable = True
 
     def choose(self, affinity: bytes) -> Peer | None:
-        return Peer((b"i" * 16, 0), "http://pe", "127.0.0.1", 4000) if self.usable else None
+        return Peer((b"i" * 16, 0), "http://pe", "127.0.0.1", 4000, 4001) if self.usable else None
 
     async def prefill(self, peer: Peer, call: PrefillCall) -> FirstToken:
         self.calls.append(call)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +27,7 @@ struct Pool {
   std::uint64_t unit_bytes;
   std::uint64_t base = 0;  // for puts
   std::shared_ptr<RemoteKey> key;
+  std::string packed_key;  // the same, for rails
   std::shared_ptr<Mapping> mapping;
   std::shared_ptr<PeerMemory> peer;
   bool kernel = false;  // `peer` is fit for the page-copy kernel
@@ -35,6 +38,7 @@ struct Pool {
     if (older.units != units || older.unit_bytes != unit_bytes) return;
     if (!key) {
       key = older.key;
+      packed_key = older.packed_key;
       base = older.base;
     }
     if (!mapping) mapping = older.mapping;
@@ -63,14 +67,16 @@ struct Run {
 class Batch {
  public:
   Batch(std::uint32_t pool, std::uint64_t source, std::vector<std::uint32_t> sources,
-        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after, bool ends_push)
+        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after, bool ends_push,
+        std::uint32_t only_rail = 0)
       : pool_id(pool),
         source(source),
         sources(std::move(sources)),
         targets(std::move(targets)),
         way(way),
         after(std::move(after)),
-        ends_push(ends_push) {}
+        ends_push(ends_push),
+        only_rail(only_rail) {}
 
   // Binds the batch to the peer's pool and to our registered memory. Returns why it cannot, or "": nothing
   // else in the system checks bounds, over tcp and cma a key protects nothing.
@@ -124,6 +130,22 @@ class Batch {
     return run;
   }
 
+  // The next run of a batch that several threads take from; nothing when it is empty or ended. `first`: a rail has not
+  // taken any before.
+  std::optional<Run> deal(std::uint64_t limit, bool first) {
+    std::lock_guard lock(cursor_);
+    if (ended_ || empty()) return std::nullopt;
+    takers_ += first;
+    return take(limit, true);
+  }
+  // Nothing more is dealt out. Returns how many rails took something: a thread that has not woken up by now is not
+  // waited for.
+  unsigned end_deal() {
+    std::lock_guard lock(cursor_);
+    ended_ = true;
+    return takers_;
+  }
+
   const std::uint32_t pool_id;
   const std::uint64_t source;
   const std::vector<std::uint32_t> sources;
@@ -131,6 +153,8 @@ class Batch {
   Way way;
   std::shared_ptr<CudaFence> after;  // until it is known to be done
   const bool ends_push;              // the last piece of what was pushed at once
+  const std::uint32_t only_rail;     // which alone is to carry it; 0: no matter
+  bool dealt = false;                // out to the rails as well; from then on only deal() moves the cursor
   std::shared_ptr<Pool> pool;
   std::shared_ptr<Region> region;
 
@@ -141,6 +165,9 @@ class Batch {
     done_of_unit_ = 0;
   }
 
+  std::mutex cursor_;
+  bool ended_ = false;
+  unsigned takers_ = 0;
   std::size_t next_ = 0;
   std::uint64_t done_of_unit_ = 0;
 };

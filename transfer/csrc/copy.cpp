@@ -37,16 +37,25 @@ void copy_slice(Writer& writer, const Batch& batch, const std::vector<Run>& runs
 
 CopyCrew::CopyCrew(unsigned threads, std::function<void(std::shared_ptr<CopyJob>)> finished)
     : finished_(std::move(finished)), slice_(threads > 1 ? kSliceBytes / 4 : kSliceBytes) {
-  for (unsigned i = 0; i < threads; ++i) {
-    threads_.push_back(start_thread("kvrail-copy", [this] { work(); }));
-    // Copying must not take the core away from the thread that has just ordered it, in the middle of its
-    // call.
-    sched_param param{};
-    pthread_setschedparam(threads_.back().native_handle(), SCHED_BATCH, &param);
+  threads_.reserve(threads);
+  try {
+    for (unsigned i = 0; i < threads; ++i) {
+      threads_.push_back(start_thread("kvrail-copy", [this] { work(); }));
+      // Copying must not take the core away from the thread that has just ordered it, in the middle of its
+      // call.
+      sched_param param{};
+      pthread_setschedparam(threads_.back().native_handle(), SCHED_BATCH, &param);
+    }
+  } catch (...) {
+    // The system gives no more threads; those that run would outlive their crew.
+    end();
+    throw;
   }
 }
 
-CopyCrew::~CopyCrew() {
+CopyCrew::~CopyCrew() { end(); }
+
+void CopyCrew::end() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

@@ -44,6 +44,7 @@ class CopyCrew {
 
  private:
   void work();
+  void end();
 
   const std::function<void(std::shared_ptr<CopyJob>)> finished_;
   const std::uint64_t slice_;

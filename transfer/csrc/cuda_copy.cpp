@@ -15,7 +15,7 @@ constexpr int kBlocksFromGpu = 10, kBlocksFromHost = 4;
 constexpr std::uint64_t kFewBytes = 256 << 10;
 constexpr std::uint64_t kPlaceBytes = 2 * 32768 * sizeof(std::uint32_t);
 // Two slices are over within this; what takes longer waits for a busy GPU.
-constexpr Nanos kSpin = 2 * kMilli;
+constexpr Nanos kSpin = 3 * kMilli;
 constexpr Nanos kNap = 20 * kMicro;
 
 }  // namespace
@@ -49,7 +49,8 @@ const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::sh
       launch_copies(*batch, slice);
     events_[place].record(stream_.handle());
   } catch (const CudaError&) {
-    // Some of its copies may be under way without an event.
+    // Some of its copies may be under way without an event, and so may its index arrays.
+    (void)device_->driver().stream_synchronize(uploads_.handle());
     (void)device_->driver().stream_synchronize(stream_.handle());
     throw;
   }

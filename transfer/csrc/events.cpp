@@ -2,19 +2,12 @@
 #include "events.h"
 
 #include <sys/eventfd.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <system_error>
 #include <utility>
 
 namespace kvrail {
 
-EventQueue::EventQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-}
-
-EventQueue::~EventQueue() { close(fd_); }
+EventQueue::EventQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "event queue: eventfd") {}
 
 void EventQueue::push(Event event) {
   bool first;

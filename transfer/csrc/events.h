@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "fd.h"
+
 namespace kvrail {
 
 enum class EventKind : int {
@@ -33,7 +35,6 @@ struct Event {
 class EventQueue {
  public:
   EventQueue();
-  ~EventQueue();
   EventQueue(const EventQueue&) = delete;
   EventQueue& operator=(const EventQueue&) = delete;
 
@@ -42,7 +43,7 @@ class EventQueue {
   int fd() const { return fd_; }
 
  private:
-  const int fd_;
+  const Fd fd_;
   std::mutex mutex_;
   std::vector<Event> events_;
 };

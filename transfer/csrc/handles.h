@@ -102,23 +102,25 @@ class PyWriter {
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
   void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets,
-            const PyFence* after, const std::string& way) {
+            const PyFence* after, const std::string& way, std::uint32_t rail) {
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
     const Way wished = way_named(way);
     const std::shared_ptr<CudaFence> fence = after != nullptr ? after->fence : nullptr;
-    // In pieces: while the indices of one are copied here, the one before it is on its way. An empty list is a piece.
-    std::size_t first = 0;
+    // In pieces: while the indices of one are copied here, the one before it is on its way; a small one first, so that
+    // something is soon. An empty list is a piece.
+    std::size_t first = 0, piece = kFirstPieceUnits;
     do {
-      const std::size_t end = std::min(sources.size(), first + kPieceUnits);
+      const std::size_t end = std::min(sources.size(), first + piece);
       using List = std::vector<std::uint32_t>;
       auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
                                            List(targets.data() + first, targets.data() + end), wished, fence,
-                                           end == sources.size());
+                                           end == sources.size(), rail);
       link_->link->on_writer_light(writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); },
                                    {pool, sources.size(), wished});
       first = end;
+      piece = std::min(4 * piece, kPieceUnits);
     } while (first < sources.size());
   }
 
@@ -136,7 +138,7 @@ class PyWriter {
 
  private:
   // As many as the longest slice of a copy.
-  static constexpr std::size_t kPieceUnits = 32768;
+  static constexpr std::size_t kPieceUnits = 32768, kFirstPieceUnits = 2048;
 
   void act(std::function<void(Writer&)> what) { link_->link->on_writer(writer_, std::move(what)); }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <future>
 #include <limits>
+#include <system_error>
 #include <utility>
 
 #include "context.h"
@@ -50,10 +51,28 @@ void Link::connect(std::string peer_address) {
     if (!link.usable()) return;
     try {
       link.endpoint_ = std::make_unique<Endpoint>(link.worker_->handle(), peer_address, on_error, &link);
+      link.peer_address_ = peer_address;
       for (const std::string& lane : link.endpoint_->transports())
         if (lane.starts_with("cma/") || lane.starts_with("knem/")) link.puts_by_cpu_ = true;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
+    }
+  });
+}
+
+void Link::open_rails(unsigned count) {
+  command([count](Link& link) {
+    if (!link.usable() || !link.endpoint_ || !link.rails_.empty()) return;
+    try {
+      const std::vector<std::string> transports = link.endpoint_->transports();
+      for (unsigned number = 1; number < count; ++number) {
+        link.rails_.push_back({std::make_unique<Rail>(link, number, link.peer_address_, transports)});
+        ++link.rails_running_;
+      }
+    } catch (const UcxError& error) {
+      link.break_off(error.status, error.what());
+    } catch (const std::system_error&) {
+      // No file descriptor, or no thread, for so many: who wants to use the others is told that they do not exist.
     }
   });
 }
@@ -93,8 +112,13 @@ void Link::import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string
       if (!key.empty()) {
         if (!link.endpoint_) throw UcxError("import_put", UCS_ERR_NOT_CONNECTED, "connect() comes first");
         pool->key = std::make_shared<RemoteKey>(link.endpoint_->handle(), key);
+        pool->packed_key = key;
       }
-      if (auto older = link.pool(id)) pool->keep_ways_of(*older);
+      if (auto older = link.pool(id)) {
+        pool->keep_ways_of(*older);
+        // UCX reads the key of a put until the put is over.
+        link.replaced_.push_back(std::move(older));
+      }
       link.pools_[id] = pool;
     } catch (const UcxError& error) {
       link.break_off(error.status, error.what());
@@ -201,7 +225,7 @@ std::shared_ptr<Pool> Link::pool(std::uint32_t id) const {
 }
 
 void Link::put(Writer& writer, const Batch& batch, const Run& run) {
-  PutWindow::Put* put = window_.take(this, &writer, run.units, run.nbytes);
+  auto* put = window_.take(this, &writer, run.units, run.nbytes);
   ++posted_;
   ++stats().puts;
   stats().put_bytes += run.nbytes;
@@ -210,13 +234,35 @@ void Link::put(Writer& writer, const Batch& batch, const Run& run) {
 }
 
 void Link::on_put_done(void* user, ucs_status_t status) {
-  auto* put = static_cast<PutWindow::Put*>(user);
-  Link& link = *put->link;
-  Writer& writer = *put->writer;
+  auto* put = static_cast<PutWindow<Link, Writer>::Put*>(user);
+  Link& link = *put->owner;
+  Writer& writer = *put->what;
   std::uint32_t units = put->units;
   link.window_.give_back(put);
   writer.put_done(units, status);
   link.schedule(writer.shared_from_this());
+}
+
+bool Link::carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, unsigned number) {
+  if (number > rails_.size()) return false;
+  rails_[number - 1].rail->carry(std::move(writer), std::move(batch));
+  return true;
+}
+
+bool Link::deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch) {
+  bool dealt = false;
+  for (const OpenRail& each : rails_) {
+    if (!each.proven) continue;
+    each.rail->carry(writer, batch);
+    dealt = true;
+  }
+  return dealt;
+}
+
+void Link::share_done(const std::shared_ptr<Writer>& writer, unsigned number, bool refused, ucs_status_t status) {
+  if (status == UCS_OK && !refused) rails_[number - 1].proven = true;
+  writer->share_done(refused, status);
+  schedule(writer);
 }
 
 void Link::copy(std::shared_ptr<CopyJob> job) {

@@ -22,8 +22,10 @@
 #include "cuda_copy.h"
 #include "endpoint.h"
 #include "events.h"
+#include "farewell.h"
 #include "ordered.h"
 #include "put_window.h"
+#include "rail.h"
 #include "stats.h"
 #include "worker.h"
 
@@ -45,6 +47,9 @@ class Link : public std::enable_shared_from_this<Link> {
   std::uint32_t epoch() const { return epoch_; }
   const std::string& address(bool network_only) const { return network_only ? network_address_ : address_; }
   void connect(std::string peer_address);
+  // So many ways for puts in all, this link's own worker among them; once, after connect().
+  void open_rails(unsigned count);
+  static constexpr unsigned kMostRails = 16;
   std::vector<std::string> transports();
   std::string describe();
   // `key`: for puts, else empty.
@@ -68,6 +73,9 @@ class Link : public std::enable_shared_from_this<Link> {
   void on_writer_light(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act, Load load = kNoLoad);
   // False from fence(), close() or the first error of the endpoint on: nothing may be posted any more.
   bool usable() const { return usable_; }
+  Reactor& reactor() { return reactor_; }
+  // Known before the first rail is opened.
+  bool puts_by_cpu() const { return puts_by_cpu_; }
 
   // The reactor's thread.
   unsigned turn(Nanos now, int most_progress);
@@ -89,7 +97,15 @@ class Link : public std::enable_shared_from_this<Link> {
   Stats& stats();
   CopyCrew* crew();
   std::shared_ptr<Pool> pool(std::uint32_t id) const;
-  bool window_open() const { return window_.open(); }
+  // `dealt`: for a batch that rails take from as well.
+  bool window_open(bool dealt) const { return dealt ? window_.open(kDealtBytes) : window_.open(); }
+  // Lets rail `number` carry the batch alone, whether it has proven itself or not. False: there is none of that number.
+  bool carry(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, unsigned number);
+  // Lets every rail that has carried something take part in the batch. False: there is none.
+  bool deal_out(const std::shared_ptr<Writer>& writer, const std::shared_ptr<Batch>& batch);
+  void share_done(const std::shared_ptr<Writer>& writer, unsigned number, bool refused, ucs_status_t status);
+  void rail_failed(unsigned number, ucs_status_t status, const std::string& reason);
+  void rail_over(unsigned number);
   // A writer has more to do that nothing will wake us for: no sleep after this turn.
   void go_on() { ++posted_; }
   void hold() { held_ = true; }
@@ -122,7 +138,6 @@ class Link : public std::enable_shared_from_this<Link> {
   static void on_error(void* link, ucp_ep_h, ucs_status_t status);
   static void on_put_done(void* put, ucs_status_t status);
   static void on_operation_done(void* operation, ucs_status_t status);
-  static void on_close_done(void* link, ucs_status_t status);
 
   static std::function<void(Link&)> acting(std::shared_ptr<Writer> writer, std::function<void(Writer&)> act);
   template <typename Result>
@@ -137,7 +152,6 @@ class Link : public std::enable_shared_from_this<Link> {
   void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
   void begin_end(const char* reason, bool force);
   void step_end(Nanos now);
-  bool worker_may_go(Nanos now);
   bool busy_requests() const { return !window_.empty() || !operations_.empty(); }
   void destroy_worker();
   void drop_control();
@@ -152,9 +166,11 @@ class Link : public std::enable_shared_from_this<Link> {
   std::unique_ptr<Worker> worker_;
   std::string address_, network_address_;
   std::unique_ptr<Endpoint> endpoint_;
+  std::string peer_address_;
   ucs_status_t error_ = UCS_OK;
   bool error_told_ = false;
   std::map<std::uint32_t, std::shared_ptr<Pool>> pools_;
+  std::vector<std::shared_ptr<Pool>> replaced_;  // by another import of their id
   std::uint64_t next_number_ = 0;
   Ordered inbox_;
 
@@ -162,14 +178,20 @@ class Link : public std::enable_shared_from_this<Link> {
   std::vector<std::shared_ptr<Writer>> scheduled_, running_;
   unsigned posted_ = 0;  // in this turn
   bool held_ = false;    // likewise
-  PutWindow window_;
+  PutWindow<Link, Writer> window_{std::uint64_t{64} << 20};
+  struct OpenRail {
+    std::unique_ptr<Rail> rail;  // until it is over
+    bool proven = false;         // it has carried something
+  };
+  std::vector<OpenRail> rails_;  // number 1 first
+  unsigned rails_running_ = 0;
   std::list<Operation> operations_;
   std::uint32_t copies_out_ = 0;
 
   Phase phase_ = Phase::open;
-  bool fencing_ = false, closing_ = false, force_ = false, close_begun_ = false, endpoint_closing_ = false;
+  bool fencing_ = false, closing_ = false;
   bool puts_by_cpu_ = false;
-  Nanos end_deadline_ = 0;
+  Farewell farewell_;
 
   std::shared_ptr<Control> beats_;
   mutable std::mutex control_mutex_;

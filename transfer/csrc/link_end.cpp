@@ -8,14 +8,6 @@
 #include "writer.h"
 
 namespace kvrail {
-namespace {
-
-// By force: time for the callbacks of what is under way; what has not called back by then is counted as
-// failed. In peace: time for the last messages to go out.
-constexpr Nanos kForcedEnd = 20 * kMilli;
-constexpr Nanos kPeacefulEnd = 300 * kMilli;
-
-}  // namespace
 
 void Link::on_error(void* arg, ucp_ep_h, ucs_status_t status) {
   // Inside progress(): only noted here, turn() acts.
@@ -64,17 +56,29 @@ void Link::begin_end(const char* reason, bool force) {
   if (phase_ != Phase::open) return;
   phase_ = Phase::ending;
   lose_writers(UCS_ERR_CANCELED, reason);
-  force_ = force || error_ != UCS_OK;
-  end_deadline_ = now_ns() + (force_ ? kForcedEnd : kPeacefulEnd);
+  force = force || error_ != UCS_OK;
+  farewell_.begin(force, now_ns());
+  for (const OpenRail& each : rails_) each.rail->end(force);
 }
 
-void Link::on_close_done(void* arg, ucs_status_t) { static_cast<Link*>(arg)->endpoint_closing_ = false; }
+void Link::rail_failed(unsigned number, ucs_status_t status, const std::string& reason) {
+  // One that has never worked has put nothing but tests: the link goes on without it. What another has not flushed
+  // can be proven by the end of the link only.
+  if (rails_[number - 1].proven) break_off(status, "rail " + std::to_string(number) + ": " + reason);
+}
+
+void Link::rail_over(unsigned number) {
+  rails_[number - 1].rail.reset();
+  --rails_running_;
+}
 
 void Link::step_end(Nanos now) {
   // Copies read and write memory that is about to be unmapped; each ends with its slice.
   if (copies_out_ > 0) return;
   if (worker_) {
-    if (!worker_may_go(now)) return;
+    if (!farewell_.step(now, endpoint_.get(), !window_.empty() && puts_by_cpu_, busy_requests())) return;
+    // They hold shares of writers whose last word is due below.
+    if (rails_running_ > 0) return;
     destroy_worker();
     // What they had under way is accounted for now: let each say its last word before the link does.
     run_writers();
@@ -87,25 +91,14 @@ void Link::step_end(Nanos now) {
   context().link_closed(true);
 }
 
-bool Link::worker_may_go(Nanos now) {
-  // Puts that this very process carries out (cma) always end, whatever the peer does; UCX aborts the process
-  // when its endpoint is destroyed before that.
-  if (!window_.empty() && puts_by_cpu_) return false;
-  if (force_ && now < end_deadline_ && busy_requests()) return false;
-  if (endpoint_ && !std::exchange(close_begun_, true)) {
-    endpoint_closing_ = true;
-    endpoint_->close<on_close_done>(force_, this);
-  }
-  return !endpoint_closing_ || now >= end_deadline_;
-}
-
 void Link::destroy_worker() {
   // Keys belong to the endpoint, the endpoint to the worker.
   pools_.clear();
+  replaced_.clear();
   endpoint_.reset();
   if (worker_) reactor_.forget_worker(worker_->event_fd());
   worker_.reset();
-  window_.for_each([](PutWindow::Put* put) { on_put_done(put, UCS_ERR_CANCELED); });
+  window_.for_each([](auto* put) { on_put_done(put, UCS_ERR_CANCELED); });
   while (!operations_.empty()) on_operation_done(&operations_.front(), UCS_ERR_CANCELED);
 }
 

@@ -45,7 +45,10 @@ void Link::on_operation_done(void* user, ucs_status_t status) {
   } else if (operation.is_flush) {
     link.tell(EventKind::flushed, operation.token, status, {});
   }
-  // A message of Link.send that fails does so with its endpoint, which is told as a link error.
+  // Its number is taken: without it the peer would hold back every later message. Nearly always the endpoint has failed
+  // and says so itself.
+  if (!operation.is_flush && status != UCS_OK && link.error_ == UCS_OK && link.endpoint_ && link.usable())
+    link.error_ = status;
   link.operations_.erase(operation.self);
 }
 

@@ -59,6 +59,7 @@ nb::dict stats(PyReactor& self) {
   put("messages_wrong_link", stats.messages_wrong_link);
   put("puts", stats.puts);
   put("put_bytes", stats.put_bytes);
+  put("rail_puts", stats.rail_puts);
   put("copies", stats.copies);
   put("copied_bytes", stats.copied_bytes);
   put("gpu_slices", stats.gpu_slices);
@@ -182,6 +183,15 @@ NB_MODULE(_ucx, m) {
       .def(
           "connect", [](PyLink& self, const nb::bytes& peer) { self.link->connect(to_string(peer)); }, "peer_address"_a)
       .def(
+          "open_rails",
+          [](PyLink& self, unsigned count) {
+            if (count < 1 || count > Link::kMostRails) throw nb::value_error("open_rails: one to sixteen");
+            // UCX needs a context that is current on the thread, as soon as it knows of a GPU.
+            if (count > 1 && self.reactor->cuda()) throw nb::value_error("open_rails: not beside a CUDA device");
+            self.link->open_rails(count);
+          },
+          "count"_a)
+      .def(
           "transports", [](PyLink& self) { return self.link->transports(); }, ReleaseGil())
       .def(
           "describe", [](PyLink& self) { return self.link->describe(); }, ReleaseGil())
@@ -259,7 +269,7 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
       .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert(),
-           nb::kw_only(), "after"_a.none() = nb::none(), "way"_a = "")
+           nb::kw_only(), "after"_a.none() = nb::none(), "way"_a = "", "rail"_a = 0)
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);

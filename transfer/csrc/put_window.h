@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The puts of a link that are under way: at most so many, and at most so many bytes, so that a stop is
-// answered soon and no writer waits behind all of another's pages.
+// The puts of one endpoint that are under way: at most so many, and at most so many bytes, so that a stop is answered
+// soon and no writer waits behind all of another's pages. For the thread that owns the endpoint.
 #pragma once
 
 #include <array>
@@ -9,46 +9,47 @@
 
 namespace kvrail {
 
-class Link;
-class Writer;
-
+// `Owner` holds the window; what a put belongs to (`For`) outlives it.
+template <typename Owner, typename For>
 class PutWindow {
  public:
   struct Put {
-    Link* link = nullptr;
-    Writer* writer = nullptr;  // null: free. A writer outlives its puts: the link keeps it until it is idle.
+    Owner* owner = nullptr;
+    For* what = nullptr;  // null: free
     std::uint32_t units = 0;
     std::uint64_t nbytes = 0;
   };
 
-  PutWindow() {
+  explicit PutWindow(std::uint64_t most_bytes) : most_bytes_(most_bytes) {
     for (Put& put : puts_) free_.push_back(&put);
   }
   PutWindow(const PutWindow&) = delete;
   PutWindow& operator=(const PutWindow&) = delete;
 
-  bool open() const { return !free_.empty() && nbytes_ < kMostBytes; }
+  bool open() const { return open(most_bytes_); }
+  // Whether less than `most_bytes` are under way, and a put is free.
+  bool open(std::uint64_t most_bytes) const { return !free_.empty() && nbytes_ < most_bytes; }
   bool empty() const { return free_.size() == puts_.size(); }
-  Put* take(Link* link, Writer* writer, std::uint32_t units, std::uint64_t nbytes) {
+  Put* take(Owner* owner, For* what, std::uint32_t units, std::uint64_t nbytes) {
     Put* put = free_.back();
     free_.pop_back();
-    *put = {link, writer, units, nbytes};
+    *put = {owner, what, units, nbytes};
     nbytes_ += nbytes;
     return put;
   }
   void give_back(Put* put) {
     nbytes_ -= put->nbytes;
-    put->writer = nullptr;
+    put->what = nullptr;
     free_.push_back(put);
   }
   template <typename Act>
   void for_each(Act act) {
     for (Put& put : puts_)
-      if (put.writer != nullptr) act(&put);
+      if (put.what != nullptr) act(&put);
   }
 
  private:
-  static constexpr std::uint64_t kMostBytes = 64 << 20;
+  const std::uint64_t most_bytes_;
   std::array<Put, 256> puts_;
   std::vector<Put*> free_;
   std::uint64_t nbytes_ = 0;

@@ -6,7 +6,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -43,14 +42,14 @@ constexpr Nanos kLightTurn = 20 * kMicro;
 Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_threads, std::shared_ptr<CudaDevice> cuda)
     : context_(std::move(context)),
       spin_(spin),
+      epoll_fd_(epoll_create1(EPOLL_CLOEXEC), "reactor: epoll_create1"),
+      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "reactor: eventfd"),
       cuda_(std::move(cuda)),
       gpu_(cuda_ ? std::make_unique<CudaCopier>(cuda_) : nullptr) {
-  epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
-  wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = kWakeTag;
-  if (epoll_fd_ < 0 || wake_fd_ < 0 || epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, wake_fd_, &event) < 0)
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, wake_fd_, &event) < 0)
     throw std::system_error(errno, std::generic_category(), "reactor");
   if (copy_threads > 0) {
     crew_ = std::make_unique<CopyCrew>(copy_threads, [this](std::shared_ptr<CopyJob> job) {
@@ -60,11 +59,7 @@ Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_thr
   thread_ = start_thread("kvrail-ucx", [this] { run(); });
 }
 
-Reactor::~Reactor() {
-  close();
-  ::close(wake_fd_);
-  ::close(epoll_fd_);
-}
+Reactor::~Reactor() { close(); }
 
 std::shared_ptr<Link> Reactor::open_link(std::uint32_t epoch, std::uint64_t cookie) {
   context_->require_open("open_link");

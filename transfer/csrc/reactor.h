@@ -24,6 +24,7 @@
 #include "copy.h"
 #include "cuda_copy.h"
 #include "events.h"
+#include "fd.h"
 #include "stats.h"
 
 namespace kvrail {
@@ -86,8 +87,8 @@ class Reactor {
   const Nanos spin_;
   EventQueue events_;
   Stats stats_;
-  int epoll_fd_ = -1;
-  int wake_fd_ = -1;
+  const Fd epoll_fd_;
+  const Fd wake_fd_;
 
   std::mutex mutex_;
   std::vector<Command> commands_;

@@ -10,15 +10,28 @@
 
 namespace kvrail {
 
+// No signals come to this thread while it lives. Threads inherit that.
+class SignalsHeld {
+ public:
+  SignalsHeld() {
+    sigset_t all;
+    sigfillset(&all);
+    // These mean a fault of the thread itself; faulthandler wants to see them.
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsHeld() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsHeld(const SignalsHeld&) = delete;
+  SignalsHeld& operator=(const SignalsHeld&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 template <typename Work>
 std::thread start_thread(const char* name, Work work) {
-  sigset_t all, before;
-  sigfillset(&all);
-  // These mean a fault of the thread itself; faulthandler wants to see them.
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  SignalsHeld held;
   std::thread thread(std::move(work));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread.native_handle(), name);
   return thread;
 }

@@ -16,6 +16,8 @@ constexpr int kPutsPerTurn = 16;
 constexpr std::uint64_t kPutBytes = 8 << 20;
 // Below this much the reactor's thread copies at once: two thread switches would cost more.
 constexpr std::uint64_t kInlineBytes = 256 << 10;
+// From this much on a batch is dealt out to the rails: waking their threads pays.
+constexpr std::uint64_t kDealFrom = 1 << 20;
 
 }  // namespace
 
@@ -62,7 +64,7 @@ void Writer::ring(std::string message) {
 void Writer::stop() {
   forbidden_ = true;
   stopping_ = true;
-  batches_.clear();
+  drop_batches();
   // A doorbell that UCX already has goes out; one that waits does not.
   if (!sending_) ring_.reset();
 }
@@ -105,18 +107,44 @@ void Writer::post_some() {
       link_.go_on();
       return;
     }
-    if (!link_.window_open()) {
+    if (batch->only_rail > 0) {
+      if (!carry_alone(batch)) return;
+      continue;
+    }
+    if (!batch->dealt && batch->nbytes() >= kDealFrom) batch->dealt = link_.deal_out(shared_from_this(), batch);
+    if (!link_.window_open(batch->dealt)) {
       waits_ = i == 0;
       return;
     }
-    Run run = batch->take(kPutBytes, false);
-    if (batch->empty()) batches_.pop_front();
-    posted_ += run.units;
+    const std::optional<Run> run = batch->dealt ? batch->deal(kDealtRun, false) : batch->take(kPutBytes, false);
+    // (Of a batch that is dealt out the cursor is not ours to look at, and the rails may have taken the rest.)
+    if (!run || (!batch->dealt && batch->empty())) pop_batch();
+    if (!run) continue;
+    count_posted(run->units);
     ++puts_out_;
     unflushed_ = true;
-    link_.put(*this, *batch, run);
+    link_.put(*this, *batch, *run);
     if (refused_ != UCS_OK) return;
   }
+}
+
+bool Writer::carry_alone(const std::shared_ptr<Batch>& batch) {
+  if (!link_.carry(shared_from_this(), batch, batch->only_rail)) {
+    fail(UCS_ERR_NO_ELEM, "the link has no rail " + std::to_string(batch->only_rail));
+    return false;
+  }
+  ++shares_out_;
+  batches_.pop_front();
+  return true;
+}
+
+void Writer::pop_batch() {
+  if (batches_.front()->dealt) shares_out_ += static_cast<std::int32_t>(batches_.front()->end_deal());
+  batches_.pop_front();
+}
+
+void Writer::drop_batches() {
+  while (!batches_.empty()) pop_batch();
 }
 
 std::string Writer::pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const {
@@ -179,13 +207,19 @@ bool Writer::post_copy(const std::shared_ptr<Batch>& batch) {
 
 void Writer::put_done(std::uint32_t units, ucs_status_t status) {
   --puts_out_;
-  if (status == UCS_OK) {
-    done_ += units;
-  } else {
-    failed_ += units;
-    if (unproven_ == UCS_OK) unproven_ = status;
-    fail(status, std::string("a put failed: ") + ucs_status_string(status));
-  }
+  count_done(units, status == UCS_OK);
+  if (status != UCS_OK) put_failed(status);
+}
+
+void Writer::put_failed(ucs_status_t status) {
+  if (unproven_ == UCS_OK) unproven_ = status;
+  fail(status, std::string("a put failed: ") + ucs_status_string(status));
+}
+
+void Writer::share_done(bool refused, ucs_status_t status) {
+  --shares_out_;
+  if (status != UCS_OK) return put_failed(status);
+  if (refused) refuse_rest();
 }
 
 void Writer::copy_done(const CopyJob& job) {
@@ -194,7 +228,7 @@ void Writer::copy_done(const CopyJob& job) {
 }
 
 void Writer::refuse_rest() {
-  batches_.clear();
+  drop_batches();
   // After forbid() the stop() itself, or the failure, is about to be told.
   if (forbidden_) return;
   if (!link_.usable()) return link_lost(UCS_ERR_CONNECTION_RESET, "the link is gone");
@@ -203,7 +237,7 @@ void Writer::refuse_rest() {
 
 void Writer::fail(ucs_status_t status, const std::string& reason) {
   forbidden_ = true;
-  batches_.clear();
+  drop_batches();
   if (!sending_) ring_.reset();
   if (refused_ == UCS_OK) refused_ = status;
   // After a stop only QUIET speaks, after RUNG nothing is left that could fail.

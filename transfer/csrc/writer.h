@@ -41,6 +41,8 @@ class Writer : public std::enable_shared_from_this<Writer> {
   // Asked before each put and each slice (I3).
   bool may_write() const;
   void count_copied(std::uint64_t units, std::uint64_t nbytes);
+  void count_posted(std::uint32_t units) { posted_ += units; }
+  void count_done(std::uint32_t units, bool ok) { (ok ? done_ : failed_) += units; }
 
   // The reactor's thread.
   void add(std::shared_ptr<Batch> batch);
@@ -54,10 +56,12 @@ class Writer : public std::enable_shared_from_this<Writer> {
   void link_lost(ucs_status_t status, const std::string& reason);
   void put_done(std::uint32_t units, ucs_status_t status);
   void copy_done(const CopyJob& job);
+  // What a rail took of a batch is flushed, or has failed; `refused`: it stopped before the end of the batch.
+  void share_done(bool refused, ucs_status_t status);
   void slice_done(const GpuSlice& slice);
   void flush_done(ucs_status_t status);
   void send_done(ucs_status_t status);
-  bool idle() const { return puts_out_ == 0 && copies_out_ == 0 && !flushing_ && !sending_; }
+  bool idle() const { return puts_out_ == 0 && copies_out_ == 0 && shares_out_ == 0 && !flushing_ && !sending_; }
   // True when nothing but a stop() can happen to this writer any more.
   bool over() const;
   bool scheduled = false;  // kept by the link
@@ -67,9 +71,13 @@ class Writer : public std::enable_shared_from_this<Writer> {
  private:
   void post_some();
   bool may_start(Batch& batch);
+  bool carry_alone(const std::shared_ptr<Batch>& batch);
+  void pop_batch();
+  void drop_batches();
   bool post_slice(const std::shared_ptr<Batch>& batch);
   std::string pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const;
   bool post_copy(const std::shared_ptr<Batch>& batch);
+  void put_failed(ucs_status_t status);
   void fail(ucs_status_t status, const std::string& reason);
   void refuse_rest();
   void start_flush();
@@ -86,6 +94,9 @@ class Writer : public std::enable_shared_from_this<Writer> {
   std::deque<std::shared_ptr<Batch>> batches_;
   std::vector<Run> runs_;
   std::uint32_t puts_out_ = 0, copies_out_ = 0;
+  // Of rails. Those of a batch are counted when it has been dealt out: below zero until then, when some are done
+  // already.
+  std::int32_t shares_out_ = 0;
   bool unflushed_ = false;  // puts were posted since the last flush
   bool flushing_ = false, sending_ = false;
   std::optional<std::string> ring_;
