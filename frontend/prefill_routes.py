@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
@@ -36,7 +37,7 @@ _REMEMBERED_CANCELS = 4096
 
 
 class _Gone(RuntimeFault):
-    """The rank that holds the grant has been restarted, or the request was cancelled already."""
+    """Nothing can come of this ticket: its rank was restarted or has refused it, or the request was cancelled."""
 
     status = 409
     kind = "conflict_error"
@@ -157,6 +158,9 @@ class PrefillDesk:
                 span.end(request_id=call.request_id, cached_tokens=event.cached_tokens)
             case PrefillDone():
                 self._drop(call.request_id, running)
+                if event.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    # A caller would ask again, but its ticket is over with this refusal.
+                    raise _Gone(event.reason)
                 raise fault_of(event.status, event.reason, event.retry_after_s)
             case None:
                 raise _Gone("the request was cancelled")

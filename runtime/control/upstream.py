@@ -54,7 +54,7 @@ class Upstream:
 
         Neither HEAD nor an upgrade. Nothing is sent twice. Raises UpstreamLost; cancelled, it hangs up.
         """
-        connection = self._kept.pop() if self._kept else await self._connect()
+        connection = self._unused() or await self._connect()
         head = [method, b" ", target, b" HTTP/1.1\r\nhost: engine\r\n"]
         for name, value in headers:
             head += (name, b": ", value, b"\r\n")
@@ -71,6 +71,14 @@ class Upstream:
         """Hang up what is idle."""
         while self._kept:
             self._kept[-1].hang_up()
+
+    def _unused(self) -> _Connection | None:
+        while self._kept:
+            connection = self._kept.pop()
+            if not connection.closing:
+                return connection
+            connection.hang_up()  # The server has ended it; its connection_lost is still to come.
+        return None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -89,6 +97,8 @@ class Upstream:
             raise UpstreamLost(f"no connection within {_CONNECT_S:g} s") from None
         except OSError as error:  # Among them what is wrong with a certificate.
             raise UpstreamLost(f"no connection: {error.strerror or error}") from None
+        except UnicodeError as error:  # A name that no resolver takes.
+            raise UpstreamLost(f"no connection: {error}") from None
         return connection
 
 
@@ -169,6 +179,11 @@ class _Connection(asyncio.Protocol):
         self._unread = 0
         self._end_of_idle: asyncio.TimerHandle | None = None
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._transport is None or self._transport.is_closing()
+
     def send(self, head: bytes, body: bytes) -> Answer:
         if self._end_of_idle is not None:
             self._end_of_idle.cancel()
@@ -209,7 +224,8 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            answer.end(whole=False)
+            if self._answer is not None:  # Else it was whole, and what is wrong came behind it.
+                answer.end(whole=False)
             self.hang_up()
         if before <= _UNREAD_BYTES < self._unread and self._transport is not None:
             self._transport.pause_reading()
@@ -222,6 +238,11 @@ class _Connection(asyncio.Protocol):
             self._answer.changed()
 
     # httptools.HttpResponseParser
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            # Left for the next answer's parser, the rest of it would pass for the beginning of that answer.
+            raise ValueError("bytes behind the end of an answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._answer is not None:

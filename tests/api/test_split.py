@@ -177,6 +177,22 @@ def test_a_prefill_engine_that_refuses_is_told_to_the_rank_once(pair: Any) -> No
     assert 'kvrail_prefill_calls_total{outcome="refused"} 1.0' in ce.client.get("/metrics").text
 
 
+def test_what_a_prefill_rank_has_refused_is_not_asked_again(pair: Any) -> None:
+    """Its ticket is over there: unlike a front that is full, a rank that is full will refuse it for ever."""
+
+    def full(rank: FakeRank, message: ToRank) -> Iterable[ToFront]:
+        if isinstance(message, Prefill):
+            name = message.request_id
+            yield PrefillDone(
+                request_id=name, ok=False, reason="the queue is full", status=429, retry_after_s=1.0
+            )
+
+    ce, pe = pair(pe_behave=full)
+    assert ce.client.post(CHAT, json=ASK).headers["x-kvrail-prefill"] == "local"
+    assert "HTTP 409: the queue is full" in ce.rank.wait_for(PrefillFailed)[0].reason
+    assert len([m for m in pe.rank.received if isinstance(m, Prefill)]) == 1
+
+
 def test_a_prefill_engine_that_is_gone_is_told_to_the_rank(pair: Any) -> None:
     ce, pe = pair()
     pe.server.stop()

@@ -192,3 +192,52 @@ def test_nobody_listens(tmp_path: Path) -> None:
             await ask(Upstream(tmp_path / "none"))
 
     asyncio.run(test())
+
+
+def test_a_connection_that_is_just_being_closed_is_not_used_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with talking(tmp_path, [GOOD, None]) as (server, upstream):
+            assert await rest(await ask(upstream)) == b"ok"
+            connection = upstream._kept[0]
+            while not connection.closing:
+                await asyncio.sleep(0)
+            assert upstream._kept == [connection], "the end has been read, and is not told yet"
+            assert await rest(await ask(upstream)) == b"ok"
+            assert server.connections == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("more", [GOOD, b"HTTP/1.1 200 OK\r\nX-Not", b"H", b"what?\r\n\r\n"])
+def test_bytes_behind_an_answer_are_nobodys(tmp_path: Path, more: bytes) -> None:
+    async def test() -> None:
+        async with talking(tmp_path, [GOOD + more], [b": asked\r\nContent-Length: 3\r\n\r\nbad"]) as (
+            server,
+            upstream,
+        ):
+            assert await rest(await ask(upstream)) == b"ok", "what was whole stays so"
+            server.answers.clear()
+            assert await rest(await ask(upstream)) == b"ok"
+            assert server.connections == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+def test_an_answer_without_a_body(tmp_path: Path, status: bytes) -> None:
+    async def test() -> None:
+        async with talking(tmp_path, [b"HTTP/1.1 " + status + b"\r\nX-A: 1\r\n\r\n"]) as (server, upstream):
+            answer = await ask(upstream)
+            assert (answer.status, await rest(answer)) == (int(status[:3]), b"")
+            assert await rest(await ask(upstream)) == b"ok"
+            assert server.connections == 1
+
+    asyncio.run(test())
+
+
+def test_a_name_that_no_resolver_takes() -> None:
+    async def test() -> None:
+        with pytest.raises(UpstreamLost, match=r"no connection: .*label"):
+            await ask(Upstream(("a" * 80, 80)))
+
+    asyncio.run(test())
