@@ -82,7 +82,8 @@ class PagedKV:
         width = -(-int(lengths.max()) // page_tokens)
         table = np.empty((len(group), width), dtype=np.int64)
         for line, (_, part) in zip(table, group, strict=True):
-            used = part.pages[:width]
+            # Its pages behind that are not fit to be read yet.
+            used = part.pages[: part.start // page_tokens + 1]
             line[: len(used)] = used
             line[len(used) :] = used[0]
         rows, units = upload(self._pool.device, (np.array([row for row, _ in group]), table.reshape(-1)))

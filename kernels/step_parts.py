@@ -20,7 +20,8 @@ QUERY_BLOCK = 64
 class Slice(NamedTuple):
     """The part of one sequence that a step computes: tokens start … start + length - 1, over `pages`.
 
-    `pages` covers at least the tokens up to start + length; its KV before `start` is complete. `state_slot`: where
+    `pages` covers at least the tokens up to start + length; its KV before `start` is complete, and pages behind those
+    of these tokens may hold anything: they are not read. `state_slot`: where
     the sequence's ring lies, for models with sliding-window layers. No two slices of a step share a page that is
     written, or a slot.
     """

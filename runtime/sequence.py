@@ -42,6 +42,7 @@ class EngineSequence:
         "cache",
         "cached_tokens",
         "choice",
+        "clean",
         "closed",
         "compiling",
         "computed",
@@ -96,6 +97,8 @@ class EngineSequence:
             self.compiling = grammars.begin(sampling.grammar, sampling.eos_ids)
         self.placed = False
         self.pages: list[int] = []
+        # The first so many pages hold nothing that steps must not read; those behind them, whatever was there before.
+        self.clean = 0
         self.state_slot = -1
         self.keys: list[bytes] = list(keys)
         self.indexed = 0

@@ -55,7 +55,9 @@ class SequenceMemory:
         if missing and missing > self._pool.available - reserve:
             self.prefixes.release(sequence.sequence_id)
             return False
-        sequence.pages = cached + self._new_pages(sequence, missing, found - len(cached))
+        sequence.pages = cached + self._pool.allocate(sequence.sequence_id, missing)
+        # Pages that are loaded are overwritten whole.
+        sequence.clean = found
         sequence.state_slot = self._new_slot(sequence, loaded=found > 0)
         sequence.placed = True
         sequence.indexed = len(cached)
@@ -66,10 +68,16 @@ class SequenceMemory:
         return True
 
     def grow(self, sequence: EngineSequence, tokens: int) -> None:
-        """Pages for so many tokens in all. Raises NoPages, with nothing taken."""
-        missing = self._layout.pages_for(tokens) - len(sequence.pages)
-        if missing > 0:
-            sequence.pages += self._new_pages(sequence, missing)
+        """Pages for so many tokens in all, fit to be written and read. Raises NoPages, with nothing taken.
+
+        Only what the next step touches is zeroed: all pages of a long prompt at once would delay whoever decodes.
+        """
+        needed = self._layout.pages_for(tokens)
+        if needed > len(sequence.pages):
+            sequence.pages += self._pool.allocate(sequence.sequence_id, needed - len(sequence.pages))
+        if needed > sequence.clean:
+            self._zero(sequence, sequence.pages[sequence.clean : needed])
+            sequence.clean = needed
 
     def adopt(self, sequence: EngineSequence, owner: str) -> None:
         """Take over what the pool holds for `owner`: KV of all tokens of the sequence. ValueError on a wrong call."""
@@ -83,6 +91,7 @@ class SequenceMemory:
             raise ValueError(f"{owner} holds state slot {slot}; states have {self._layout.state_bytes} bytes")
         self._pool.rename(owner, sequence.sequence_id)
         sequence.placed, sequence.pages, sequence.state_slot = True, pages, slot
+        sequence.clean = len(pages)
         sequence.computed, sequence.indexed = tokens, len(shared)
         # Whatever else came with the last page or the ring must not reach attention, not even times zero.
         used = tokens % self._layout.page_tokens
@@ -101,7 +110,7 @@ class SequenceMemory:
             return False
         full = parent.computed // self._layout.page_tokens
         try:
-            own = self._new_pages(one, len(parent.pages) - full)
+            own = self._pool.allocate(one.sequence_id, len(parent.pages) - full)
         except NoPages:
             return False
         one.state_slot = self._new_slot(one)
@@ -114,30 +123,26 @@ class SequenceMemory:
         parent.queued = one.queued
         self._pool.fork(parent.sequence_id, one.sequence_id, parent.pages[:full])
         one.placed, one.pages, one.indexed = True, parent.pages[:full] + own, full
+        one.clean = full + len(own[:1])
         return True
 
     def inherit(self, parent: EngineSequence, heir: EngineSequence) -> None:
         """Give all that `parent` holds to `heir`."""
         self.prefixes.inherit(parent.sequence_id, heir.sequence_id)
         heir.placed, heir.pages, heir.state_slot = True, parent.pages, parent.state_slot
-        heir.indexed, heir.queued = parent.indexed, parent.queued
+        heir.indexed, heir.queued, heir.clean = parent.indexed, parent.queued, parent.clean
 
     def release(self, sequence: EngineSequence) -> None:
         """Give everything back, once nothing that is queued can touch it."""
         self.compute.settle(sequence.queued)
         self.prefixes.release(sequence.sequence_id)
 
-    def _new_pages(self, sequence: EngineSequence, count: int, loaded: int = 0) -> list[int]:
-        """`count` pages; the first `loaded` are about to be overwritten whole, so what is in them does not matter."""
-        pages = self._pool.allocate(sequence.sequence_id, count)
-        if not pages[loaded:]:
-            return pages
+    def _zero(self, sequence: EngineSequence, pages: list[int]) -> None:
         # What an earlier owner left (NaN, at worst) must not reach attention, not even times zero.
         with self.compute.queue() as sequence.queued:
-            (index,) = upload(self.pages.device, (np.asarray(pages[loaded:], dtype=np.int64),))
+            (index,) = upload(self.pages.device, (np.asarray(pages, dtype=np.int64),))
             # Eight bytes at a time: on a GPU this takes as long as there are elements.
             self.pages.view(len(self.pages), -1).view(torch.int64).index_fill_(0, index, 0)
-        return pages
 
     def _new_slot(self, sequence: EngineSequence, *, loaded: bool = False) -> int:
         """A slot; `loaded`: about to be overwritten whole, by a copy that is not in the order of this work."""

@@ -19,6 +19,7 @@ from kit.split_world import CE, PE, SplitWorld
 from kvrail.runtime import messages
 from kvrail.runtime.messages import Prefill, Submit
 from kvrail.runtime.prefix import extend_keys
+from kvrail.runtime.sequence_memory import SequenceMemory
 from kvrail.transfer import wire
 from kvrail.transfer.link_events import Received
 
@@ -94,6 +95,8 @@ def test_hearing_of_many_pages_costs_less_than_naming_them(
     monkeypatch.setattr(
         model, "forward", lambda *step: torch.zeros(len(step[3]), model.vocab_size, dtype=torch.float32)
     )
+    # Zeroing the pages of a chunk is part of computing it, as the forward pass is.
+    monkeypatch.setattr(SequenceMemory, "_zero", lambda *pages: None)
     rigs = [models.rig("llama", 128, 1400, max_num_seqs=24, max_num_batched_tokens=8192) for _ in "cp"]
     world = SplitWorld(*rigs, np.random.default_rng(0), seats=24, share=0.9, verify=0.0)
     monkeypatch.setattr(world, "copy", lambda *page: None)

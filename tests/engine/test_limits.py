@@ -183,3 +183,27 @@ def test_aborts_at_random_times_leave_nothing_held(models, prompt, greedy, seed)
             rig.engine.abort(name)
     rig.drain()
     rig.assert_idle()
+
+
+def test_a_step_zeroes_the_pages_that_it_touches_and_reads_no_others(models, prompt, greedy) -> None:
+    """A long prompt has all of its pages from the start. Beside a running answer it gets on token by token."""
+    rig = models.rig(pages=64, max_num_batched_tokens=1)
+    long, short = prompt(150, seed=1), prompt(50, seed=2)
+    rig.engine.add("short", short, greedy(70))
+    while "short" not in rig.tokens:
+        rig.step()
+    rig.poison_free_pages()
+    rig.engine.add("long", long, greedy(4))
+    # To the end, both have so many pages that they are read as one batch.
+    for step in range(60):
+        rig.step()
+        sequence = rig.engine._roster["long"]
+        needed = rig.model.layout.pages_for(sequence.computed)
+        assert len(sequence.pages) == rig.model.layout.pages_for(150)
+        left = rig.engine._memory.pages[sequence.pages[needed:]]
+        assert left.isnan().all(), f"step {step} zeroed pages that it did not touch"
+        assert not rig.engine._memory.pages[sequence.pages[:needed]].isnan().any()
+    rig.drain()
+    assert rig.tokens["long"] == models.expected(long, 4)
+    assert rig.tokens["short"] == models.expected(short, 70)
+    rig.assert_idle()

@@ -114,11 +114,6 @@ class Engine:
 @contextlib.asynccontextmanager
 async def serving(trust: ssl.SSLContext | None = None, **spec: Any) -> AsyncIterator[Engine]:
     engine = Engine(trust or ssl.create_default_context(), **spec)
-    for _ in range(200):
-        with contextlib.suppress(CallFailed):
-            await engine.ask(b"", headers={})
-            break
-        await asyncio.sleep(0.02)
     try:
         async with asyncio.timeout(30):
             yield engine
