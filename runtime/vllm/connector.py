@@ -56,10 +56,10 @@ class KvrailConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.of(transfer.kv_role, transfer.kv_connector_extra_config)
-        check_parallel(vllm_config)
+        self._by_layer = self._settings.role == "pe" and self._settings.push == "layer"
+        check_parallel(vllm_config, by_layer=self._by_layer)
         versions.log_like_vllm()
         versions.warn_of_version()
-        self._by_layer = self._settings.role == "pe" and self._settings.push == "layer"
         tokens = block_tokens(kv_cache_config)
         self._by_block: set[int] = set()
         self._scheduler: SchedulerSide | None = None

@@ -16,9 +16,14 @@ from kvrail.transfer.layout import BlockLayout
 __all__ = ["block_layout", "block_tokens", "check_parallel", "first_needed"]
 
 
-def check_parallel(config: Any) -> None:
-    """Raise ConfigError for ways of spreading a model that the connector does not know."""
+def check_parallel(config: Any, *, by_layer: bool = False) -> None:
+    """Raise ConfigError for ways of spreading a model that the connector does not know, pushing layers or chunks."""
     parallel = config.parallel_config
+    if by_layer and getattr(parallel, "use_ubatching", False):
+        # A layer is reported once for each of them, and the first time a part of its blocks is not written yet.
+        raise ConfigError(
+            'KvrailConnector cannot push by layer ("push": "layer") with steps cut into microbatches'
+        )
     for name, what in (
         ("pipeline_parallel_size", "pipeline"),
         ("prefill_context_parallel_size", "prefill context"),

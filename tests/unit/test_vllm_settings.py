@@ -144,3 +144,11 @@ def test_pages_of_several_groups() -> None:
     assert made.page_bytes == 24
     assert [made.pages_for(n) for n in (0, 1, 16, 17)] == [0, 3, 3, 6]
     assert [made.whole_pages(n) for n in (15, 16, 33)] == [0, 3, 6]
+
+
+def test_layers_are_not_pushed_where_steps_are_cut_into_microbatches() -> None:
+    cut = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True))
+    check_parallel(cut)
+    check_parallel(SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False)), by_layer=True)
+    with pytest.raises(ConfigError, match="microbatches"):
+        check_parallel(cut, by_layer=True)
