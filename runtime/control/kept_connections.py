@@ -76,12 +76,7 @@ class KeptConnections:
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
         try:
             async with self._session.request(
-                method,
-                url,
-                data=body,
-                headers=headers,
-                timeout=limits,
-                allow_redirects=False,
+                method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
             ) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():

@@ -33,9 +33,11 @@ def keep_pushing(end: Any, writer: Any, lane: int, times: int = 200) -> None:
         writer.push(lane, end.base, pages, pages[::-1].copy())
 
 
-def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make) -> None:
-    here, remote = make_remote("tcp", pages=64, page_bytes=MIB)
+@pytest.mark.parametrize("rails", [1, 4])
+def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make, rails: int) -> None:
+    here, remote = make_remote("tcp", pages=64, page_bytes=MIB, rails=rails)
     remote.do("fill", word=1)
+    before = remote.do("stats")["rail_puts"]
     remote.do("push", lane=PUT, pages=list(range(63, -1, -1)), key=1, times=100)
     deadline = time.monotonic() + 20
     while not here.data.any():
@@ -50,6 +52,7 @@ def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make) -> None:
     while EventKind.FAILED not in remote.do("kinds"):
         assert time.monotonic() < deadline + 20
         time.sleep(0.02)
+    assert (remote.do("stats")["rail_puts"] > before) == (rails > 1)
 
 
 @pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", SHM)])

@@ -169,26 +169,6 @@ def test_a_writer_whose_time_is_over_is_refused_on_every_rail(make_pair: Make, t
     assert there.none(EventKind.MESSAGE, 0.05)
 
 
-def test_nothing_lands_from_any_rail_after_a_fence_over_tcp(make_remote: Make) -> None:
-    here, remote = make_remote("tcp", pages=64, page_bytes=MIB, rails=4)
-    remote.do("fill", word=1)
-    before = remote.do("stats")["rail_puts"]
-    remote.do("push", lane=PUT, pages=list(range(63, -1, -1)), key=1, times=100)
-    deadline = time.monotonic() + 20
-    while not here.data.any():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    here.link.fence()
-    here.take(EventKind.FENCED)
-    here.data[:] = 7
-    time.sleep(0.5)
-    assert (here.data == 7).all()
-    while EventKind.FAILED not in remote.do("kinds"):
-        assert time.monotonic() < deadline + 20
-        time.sleep(0.02)
-    assert remote.do("stats")["rail_puts"] > before
-
-
 @TRANSPORTS
 def test_a_fence_here_ends_every_rail(make_pair: Make, transport: str) -> None:
     here, there = make_pair(transport, pages=64, page_bytes=MIB, rails=3)
