@@ -34,6 +34,8 @@ class WorkerSide:
         self._service: Service | None = None
         self._facts: StepFacts | None = None
         self._idle = False
+        # The last outcome had something in it.
+        self._told = False
         self._news = ForScheduler()
 
     def start(self, service: Service) -> None:
@@ -70,11 +72,13 @@ class WorkerSide:
         """What has happened since the last step. Its news are kept for `take_news` as well."""
         if self._service is None:
             return Outcome()
-        if self._idle:
+        if self._idle and not self._told:
             # Here, and not behind the forward pass: GPU runners leave out what follows a pass that there is none of.
-            self._idle = False
+            # vLLM acts on an outcome behind the step after it (it has two steps under way): that one must not wait.
             self._service.results.wait(_IDLE_S)
+        self._idle = False
         outcome = self._service.results.take()
+        self._told = outcome != Outcome()
         self._news = outcome.news
         return outcome
 

@@ -96,3 +96,23 @@ def test_a_step_without_a_forward_pass_waits_for_news(tmp_path: Path) -> None:
     side.before_forward(StepFacts(loads=[load], idle=True))
     assert outcomes(side, lambda one: bool(one.received)).failed == {"r"}
     side.close()
+
+
+def test_the_step_behind_one_that_had_news_does_not_wait(tmp_path: Path) -> None:
+    """vLLM has two steps under way: it hears what one of them told when the next one is done."""
+    made = service("kv_consumer", tmp_path)
+    side = WorkerSide()
+    side.start(made)
+    waited: list[float] = []
+    made.results.wait = waited.append  # type: ignore[method-assign]
+
+    def step() -> int:
+        waited.clear()
+        side.before_forward(StepFacts(idle=True))
+        side.outcome()
+        return len(waited)
+
+    assert step() == 1
+    made.results.received("r")
+    assert [step(), step(), step()] == [1, 0, 1]
+    side.close()
