@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from kvrail.runtime.control.auth import token_matches
+from kvrail.runtime.control.bounded_http import BoundedHttp
 from kvrail.runtime.vllm.asgi import Reply, answer, gone, refusal, whole_body
 from kvrail.runtime.vllm.compat import decode_sampling, first_token_of, prefill_request
 from kvrail.runtime.vllm.core_tap import CoreTap
@@ -52,6 +53,7 @@ class CallServer:
             uvicorn.Config(
                 self,
                 interface="asgi3",
+                http=BoundedHttp,
                 proxy_headers=False,
                 lifespan="off",
                 ws="none",
