@@ -107,7 +107,7 @@ def bare_app(config: LaunchConfig) -> FastAPI:
             allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
+            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after", "retry-after-ms"],
         )
     install_error_bodies(app, for_clients=config.role != "pe")
     return app
