@@ -33,6 +33,7 @@ from kvrail.frontend.tracing import Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.bounded_http import BoundedHttp
 from kvrail.runtime.control.kept_connections import KeptConnections
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
@@ -167,6 +168,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 Envelope(application.app, config),
+                http=BoundedHttp,
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -41,7 +41,7 @@ _LOGITS_CHUNK = 128
 # The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
 # this many tokens: its pages are soon over. Fewer would cost more than they save: a GPU is slower with few at a time.
 _TAIL_SHARE = 4
-_TAIL_TOKENS = 1536
+_TAIL_TOKENS = 2048
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 

@@ -64,6 +64,7 @@ nb::dict stats(PyReactor& self) {
   put("copied_bytes", stats.copied_bytes);
   put("gpu_slices", stats.gpu_slices);
   put("gpu_bytes", stats.gpu_bytes);
+  put("gpu_ns", stats.gpu_ns);
   return counts;
 }
 

@@ -16,6 +16,7 @@ struct Stats {
   Count messages_duplicate = 0;   // dropped
   Count messages_wrong_link = 0;  // dropped: another cookie than this link's
   Count puts = 0, put_bytes = 0, rail_puts = 0, copies = 0, copied_bytes = 0, gpu_slices = 0, gpu_bytes = 0;
+  Count gpu_ns = 0;  // while the GPU had copies to do, as the progress thread saw it
 };
 
 }  // namespace kvrail
