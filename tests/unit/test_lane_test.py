@@ -184,7 +184,12 @@ def test_only_lanes_whose_puts_cost_the_cpu_have_rails() -> None:
 def test_of_stream_and_put_the_faster_is_taken(slow: str, taken: str) -> None:
     bench = Bench("rivals", slow=slow)
     lane = bench.run()
-    assert (lane.name, lane.transport, lane.fence, bench.used) == (taken, "tcp", "worker", [taken == "stream"])
+    assert (lane.name, lane.transport, lane.fence, bench.used) == (
+        taken,
+        "tcp",
+        "worker",
+        [taken == "stream"],
+    )
     # Scattered units as well: they are what tells the two apart.
     assert [(probe.way, probe.runs) for probe in lane.probes] == [(taken, 1)] * 3 + [(taken, 64)]
     # The pages are imported for that lane alone.

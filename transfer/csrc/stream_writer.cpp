@@ -24,6 +24,8 @@ namespace kvrail {
 namespace {
 
 constexpr Nanos kConnectWithin = 5 * kSecond;
+// How long a batch that was stopped, or whose time is over, may wait behind a frame that does not get on.
+constexpr Nanos kLookEvery = 50 * kMilli;
 constexpr Nanos kForever = std::numeric_limits<Nanos>::max();
 // Frames that wait for an answer: more would only make a stop wait.
 constexpr std::size_t kMostSent = 64;
@@ -60,15 +62,18 @@ void StreamWriter::run() {
     bool work = take_orders();
     if (broken_) {
       give_back();
-    } else {
-      if (next_vector_ == vectors_.size() && sent_.size() < kMostSent) begin_frame();
-      if (send_some()) work = true;
-      if (hear()) work = true;
-      settle();
+      wait(0, kForever);
+      continue;
     }
-    if (work) continue;
+    if (next_vector_ == vectors_.size() && sent_.size() < kMostSent) begin_frame();
+    if (send_some()) work = true;
+    if (hear()) work = true;
+    settle();
+    if (work || broken_) continue;
+    // Before it falls asleep, perhaps for as long as the peer is frozen; and at times while it is not answered.
+    refuse_late();
     const bool sending = next_vector_ < vectors_.size();
-    wait(broken_ ? 0 : sending ? POLLIN | POLLOUT : POLLIN, kForever);
+    wait(sending ? POLLIN | POLLOUT : POLLIN, shares_.empty() ? kForever : now_ns() + kLookEvery);
   }
   shutdown(connection_, SHUT_RDWR);
   take_orders();
@@ -147,6 +152,12 @@ void StreamWriter::begin_frame() {
     shares_.splice(shares_.end(), shares_, share);
     return;
   }
+}
+
+void StreamWriter::refuse_late() {
+  for (Share& share : shares_)
+    if (!share.over && !share.writer->may_write()) share.over = share.refused = true;
+  settle();
 }
 
 bool StreamWriter::send_some() {

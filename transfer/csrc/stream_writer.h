@@ -60,6 +60,7 @@ class StreamWriter {
   bool connect();
   bool take_orders();
   void begin_frame();
+  void refuse_late();
   bool send_some();
   bool hear();
   void settle();
