@@ -103,8 +103,7 @@ def plan_lanes(ours: Wishes, theirs: Wishes, facts: Facts) -> Plan:
     required = {need.partition("/")[0] for need in needs}
     if transport == "auto" and {need.partition("/")[2] for need in needs} - {""} == {"tcp"}:
         transport = "tcp"  # put/<transport> narrows what UCX may pick.
-    if lane == "auto" and required == {"stream"}:
-        lane = "stream"
+    streams = lane == "stream" or (lane == "auto" and required == {"stream"})
     lanes: list[Lane] = []
     why: list[str] = []
     on_gpu = "cuda" in (facts.source, facts.target)
@@ -124,8 +123,8 @@ def plan_lanes(ours: Wishes, theirs: Wishes, facts: Facts) -> Plan:
     local = "put/cuda_ipc" if on_gpu else "put/cma"
     local_refused = facts.distance or facts.local_failed or (facts.mps if on_gpu else "")
     # Lane stream is proven quiet by its own end. So that this is all that the link needs, UCX gets no local transport.
-    network = bool(local_refused) or transport == "tcp" or lane == "stream"
-    if lane == "stream" or (lane == "auto" and network and not on_gpu):
+    network = bool(local_refused) or transport == "tcp" or streams
+    if streams or (lane == "auto" and network and not on_gpu):
         refused = _no_stream(facts)
         if refused:
             why.append(f"no stream: {refused}")
