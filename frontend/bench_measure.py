@@ -39,6 +39,10 @@ PAIRS = ("gpu->gpu", "host->gpu", "gpu->host", "host->host")
 LATENCY_PAGE = 64 << 10
 # A progress thread that spins this long after each event spins through the pauses between batches.
 _SPIN_US = 20_000
+# Beyond it they sleep, and leave the cores to the next way.
+_SPUN_OUT_S = 1.25e-6 * _SPIN_US
+# Batches in host memory up to this are measured awake, too: larger ones do not notice how anybody waits.
+_AWAKE_BYTES = 8 << 20
 # And this long through the turns of the other ways.
 _SPIN_BATCHES_US = 5_000_000
 # A way whose batches take longer than this has one only: its figure needs no median.
@@ -52,7 +56,8 @@ _NCCL_LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,P2P"}
 class Plan:
     """What to measure: (page bytes, pages) for each pair of memory kinds.
 
-    A cell stops early, after at least three rounds, when it has taken `cell_s` seconds.
+    A cell stops early, after at least three rounds, when it has taken `cell_s` seconds. `latency`: also single pages.
+    `awake`: also small batches while our progress threads spin.
     """
 
     cells: dict[str, tuple[tuple[int, int], ...]]
@@ -60,6 +65,7 @@ class Plan:
     rounds: int
     cell_s: float = math.inf
     latency: bool = True
+    awake: bool = True
 
 
 @dataclass
@@ -91,11 +97,26 @@ class _Run:
         return session
 
     def cell(self, memory: str, page_bytes: int, pages: int) -> Iterator[Record]:
+        """All ways by turns: as a rank waits, and, in small batches in host memory, also with ours awake."""
+        yield from self._batches(memory, page_bytes, pages, self._ways(memory), spin_us=None)
+        awake = tuple(way for way in self._ways(memory) if way in _NATIVE_WAYS or way in _POLLING_WAYS)
+        small = page_bytes * pages <= _AWAKE_BYTES
+        if self.plan.awake and memory == "host->host" and small and set(awake) & set(_NATIVE_WAYS):
+            yield from self._batches(memory, page_bytes, pages, awake, spin_us=_SPIN_US)
+
+    def _batches(
+        self, memory: str, page_bytes: int, pages: int, ways: tuple[str, ...], spin_us: int | None
+    ) -> Iterator[Record]:
+        """One session of turns. `spin_us`: of our progress threads (None: what suits the machine)."""
         # NCCL and NIXL wait for GPUs without sleeping; where there are cores for it, so do our lanes.
-        awake = memory != "host->host" and (os.cpu_count() or 1) >= _CORES_TO_SPIN
-        spin_us = _SPIN_BATCHES_US if awake else 0
-        with contextlib.closing(self.open(memory, self._ways(memory), page_bytes, pages, spin_us)) as session:
-            if awake:
+        cores = os.cpu_count() or 1
+        awake = memory != "host->host" and cores >= _CORES_TO_SPIN
+        in_turn = spin_us is not None
+        if spin_us is None:
+            spin_us = _SPIN_BATCHES_US if awake else 0
+        polling = awake or (in_turn and cores > 2)
+        with contextlib.closing(self.open(memory, ways, page_bytes, pages, spin_us)) as session:
+            if polling:
                 for way in session.facts:
                     if way in _NATIVE_WAYS:
                         session.poll(way, True)
@@ -109,8 +130,12 @@ class _Run:
                 for way in list(session.facts):
                     if any(us > _SLOW_US for us in times[way]):
                         continue
-                    number += 1
+                    number += 2
                     try:
+                        if in_turn:
+                            # Nobody spins beside this way but its own threads, which its first page wakes up.
+                            time.sleep(_SPUN_OUT_S)
+                            session.batch(way, number - 1, 1, rng)
                         us, verified = session.batch(way, number, pages, rng)
                     except TransferError as error:
                         # Told as a failure of the run; the other ways go on.
@@ -130,7 +155,8 @@ class _Run:
                     times[way],
                     good[way],
                     session.backing,
-                    "poll" if awake and (way in _NATIVE_WAYS or way in _POLLING_WAYS) else "sleep",
+                    _threads(way, session, polling),
+                    mode="awake" if spin_us else "asleep",
                 )
 
     def latency(self, memory: str) -> Iterator[Record]:
@@ -155,8 +181,7 @@ class _Run:
         self, session: Session, memory: str, way: str, rounds: int, polling: bool
     ) -> Iterator[Record]:
         rng = np.random.default_rng(3)
-        # A way that has only one manner of waiting is told by that.
-        threads = "poll" if polling or way in _POLLING_WAYS else session.threads
+        threads = _threads(way, session, polling)
         start = _NUMBERS_A_CELL * (1 + polling)
         single = [session.batch(way, start + turn, 1, rng) for turn in range(rounds + 3)][3:]
         tight, same = session.tight(way, start + 2 * rounds, rounds, rng)
@@ -165,9 +190,9 @@ class _Run:
             ("tight", tight[3:], same),
         ):
             transport = self._transport(way, session.facts[way])
-            yield Record.of(
-                way, transport, memory, (LATENCY_PAGE, 1), times, good, session.backing, threads, pace
-            )
+            mode = "awake" if session.threads == "spin" else "asleep"
+            shape = (LATENCY_PAGE, 1)
+            yield Record.of(way, transport, memory, shape, times, good, session.backing, threads, pace, mode)
 
     def _ways(self, memory: str) -> tuple[str, ...]:
         there = HOST_WAYS if memory == "host->host" else GPU_WAYS
@@ -179,6 +204,15 @@ class _Run:
             return facts["transport"]
         logs = [log.read_text(errors="replace").splitlines() for log in self.folder.glob("nccl.*")]
         return parse_log(line for lines in logs for line in lines).transport or "nccl"
+
+
+def _threads(way: str, session: Session, polling: bool) -> str:
+    """How a way waits (see Record)."""
+    if way in _POLLING_WAYS:
+        return "poll"
+    if way not in _NATIVE_WAYS:
+        return "sleep"
+    return "poll" if polling else session.threads
 
 
 def measure(

@@ -16,9 +16,11 @@ __all__ = ["Record", "bytes_text", "record_table", "way_text"]
 class Record:
     """One measured cell. `memory`: from which kind into which.
 
-    `threads`, when the batch came: "sleep": all threads of the receiver slept; "spin": its progress thread spun (on
-    more than four cores the sender's as well), its Python slept; "poll": both spun. `pace`: "" for batches; of single
-    pages "paused" (some ms between them) or "tight" (the next one as soon as the last was seen).
+    `mode`: of the whole session, "asleep" or "awake" (our progress threads spin; ways that can only poll do so in
+    both). `threads`, of this way when the batch came: "sleep": all threads slept; "spin": the progress threads of both
+    sides spun, the receiver's Python slept; "poll": that spun, too (of a way without progress threads: both sides'
+    Python). `pace`: "" for batches; of single pages "paused" (some ms between them) or "tight" (the next one as soon
+    as the last was seen).
     """
 
     lane: str
@@ -35,6 +37,7 @@ class Record:
     backing: str
     threads: str
     pace: str = ""
+    mode: str = "asleep"
 
     @staticmethod
     def of(
@@ -47,6 +50,7 @@ class Record:
         backing: str,
         threads: str,
         pace: str = "",
+        mode: str = "asleep",
     ) -> Record:
         """From the times of all rounds; `shape`: page bytes, pages."""
         page_bytes, pages = shape
@@ -66,6 +70,7 @@ class Record:
             backing=backing,
             threads=threads,
             pace=pace,
+            mode=mode,
         )
 
 
@@ -100,11 +105,12 @@ def record_table(records: Sequence[Record]) -> Table:
         table.add_column("same", no_wrap=True)
     before = None
     for record in records:
-        cell = (record.page_bytes, record.pages)
+        cell = (record.page_bytes, record.pages, record.mode)
         if before not in (None, cell):
             table.add_row()
         before = cell
-        how = f"{record.threads} {record.pace}" if record.pace else f"x {record.pages}"
+        awake = " awake" if record.mode == "awake" else ""
+        how = f"{record.threads} {record.pace}" if record.pace else f"x {record.pages}{awake}"
         row = [
             way_text(record),
             f"{bytes_text(record.page_bytes)} {how}",

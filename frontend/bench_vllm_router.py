@@ -2,7 +2,8 @@
 """The router that vLLM's own prefill/decode split needs in front of it, as small as one can be: for scripts/bench_vllm.
 
 The prefill engine is asked for one token; what its connector says of the KV goes to the decode engine with the whole
-request, and that one's answer is passed on as it comes.
+request, and that one's answer is passed on as it comes. Both get the request under one id: by that NixlPushConnector
+knows which finished prefill a decode engine waits for, and without it pushes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import uuid
 from typing import Annotated, Any
 
 import aiohttp
@@ -36,15 +38,15 @@ def application(prefill: str, decode: str) -> web.Application:
         body: dict[str, Any] = await request.json()
         first = {name: value for name, value in body.items() if name != "stream_options"}
         first |= {"max_tokens": 1, "stream": False, "kv_transfer_params": _PREFILL}
-        client = request.app[_CLIENT]
-        async with client.post(f"{prefill}{request.path}", json=first) as answer:
+        client, named = request.app[_CLIENT], {"X-Request-Id": uuid.uuid4().hex}
+        async with client.post(f"{prefill}{request.path}", json=first, headers=named) as answer:
             if answer.status != 200:
                 return web.Response(
                     status=answer.status, body=await answer.read(), content_type=answer.content_type
                 )
             params = (await answer.json())["kv_transfer_params"]
         async with client.post(
-            f"{decode}{request.path}", json=body | {"kv_transfer_params": params}
+            f"{decode}{request.path}", json=body | {"kv_transfer_params": params}, headers=named
         ) as answer:
             passed_on = web.StreamResponse(status=answer.status)
             passed_on.content_type = answer.content_type

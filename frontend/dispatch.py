@@ -24,10 +24,20 @@ from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission, Place
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.prefix_directory import PrefixDirectory
-from kvrail.runtime.control.rank_client import RankClient
-from kvrail.runtime.control.routing import RankView, Route, choose
+from kvrail.runtime.control.rank_client import RankClient, Steering
+from kvrail.runtime.control.routing import PeerKey, RankView, Route, another, choose
 from kvrail.runtime.errors import BadRequest, EngineFailed, RuntimeFault, fault_of
-from kvrail.runtime.messages import CACHE_USED, CacheUse, Deferred, Failed, Granted, Output, Sampling, Submit
+from kvrail.runtime.messages import (
+    CACHE_USED,
+    CacheUse,
+    Deferred,
+    Failed,
+    Granted,
+    Output,
+    Sampling,
+    Stranded,
+    Submit,
+)
 from kvrail.runtime.prefix import extend_keys, namespace
 from kvrail.transfer.wire import pack_u32
 
@@ -152,8 +162,15 @@ class Dispatcher:
             fallback=self._config.local_prefill != "never" or self._peers is None,
             cache=job.cache,
         )
-        remote = RemotePrefill(self._calls, rank, peer, submit, job.span) if peer is not None else None
+        remote = (
+            RemotePrefill(
+                self._calls, rank, peer, submit, job.span, lambda asked: self._room_but(rank, asked)
+            )
+            if peer is not None
+            else None
+        )
         with rank.submit(submit) as request:
+            request.on_steering = lambda event: self._steer(event, job, place, remote)
             if remote is not None and request.called:
                 # Beside the grant, not behind it: the two meet at the prefill engine's rank.
                 remote.call(request.called)
@@ -163,12 +180,6 @@ class Dispatcher:
             try:
                 async for event in request:
                     match event:
-                        case Granted() if remote is not None:
-                            remote.granted(event.ticket)
-                        case Deferred() if remote is not None:
-                            remote.take_back("its grant has to wait")
-                        case Granted() | Deferred():
-                            _log.error("request %s: rank granted without a peer", job.request_id)
                         case Failed():
                             raise fault_of(event.status, event.reason, event.retry_after_s)
                         case Output(finish_reason="abort"):
@@ -180,6 +191,45 @@ class Dispatcher:
                 if remote is not None and (remote.ahead or not request.ended):
                     remote.take_back(reason)
                 request.abort(reason)
+
+    def _steer(self, event: Steering, job: Job, place: Place, remote: RemotePrefill | None) -> None:
+        """The rank says how it stands with the ticket of a request."""
+        match event:
+            case _ if remote is None:
+                _log.error("request %s: the rank speaks of tickets, yet no peer was chosen", job.request_id)
+            case Granted():
+                remote.granted(event.ticket)
+            case Deferred():
+                remote.take_back("its grant has to wait")
+            case Stranded():
+                self._move(event, job, place, remote)
+
+    def _move(self, event: Stranded, job: Job, place: Place, remote: RemotePrefill) -> None:
+        """Ask another prefill rank in place of the one that is lost, or tell the rank that there is none."""
+        lost = place.route.peer
+        assert lost is not None
+        assert self._peers is not None
+        others = [view for view in self._peers.views if view.key in event.others]
+        peer = another(
+            policy=self._config.routing,
+            affinity=job.affinity,
+            others=others,
+            lost=lost,
+            full=self._config.local_prefill == "never",
+        )
+        if peer is None:
+            remote.take_back("it is prefilled here")
+        else:
+            place.move(peer)
+            remote.move(peer)
+        self._ranks[place.route.rank].move(job.request_id, peer.key if peer else None)
+
+    def _room_but(self, rank: RankClient, asked: set[PeerKey]) -> bool:
+        """Whether a prefill rank with a link to `rank`, other than those, has room."""
+        if self._peers is None:
+            return False
+        linked = self._peers.links_up(rank) - asked
+        return any(view.key in linked and view.load < view.limit for view in self._peers.views)
 
     @property
     def _local_prefill(self) -> Literal["auto", "never", "always"]:

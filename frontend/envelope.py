@@ -103,6 +103,8 @@ def install_error_bodies(app: FastAPI, *, for_clients: bool = True) -> None:
         headers = {}
         if error.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+            # What OpenAI's clients look at first, and completion engines.
+            headers["Retry-After-Ms"] = str(math.ceil(1000 * error.retry_after_s))
         if isinstance(error, Unauthorized):
             headers["WWW-Authenticate"] = "Bearer"
         return json_response(error_body(error), error.status, headers)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
@@ -18,10 +17,11 @@ import msgspec
 from kvrail.frontend.metrics import FrontMetrics
 from kvrail.frontend.tracing import Span
 from kvrail.runtime.control.auth import bearer_header
+from kvrail.runtime.control.back_off import BackOff
 from kvrail.runtime.control.calls import MEDIA_TYPE, CancelCall, PrefillCall
 from kvrail.runtime.control.kept_connections import CallFailed, KeptConnections, Reply
 from kvrail.runtime.control.rank_client import RankClient
-from kvrail.runtime.control.routing import PeerView
+from kvrail.runtime.control.routing import MOST_ASKED, PeerKey, PeerView
 from kvrail.runtime.messages import Submit
 
 __all__ = ["PrefillCalls", "RemotePrefill"]
@@ -33,7 +33,6 @@ _PREFILL_WITHIN_S = 60.0
 _CANCEL_WITHIN_S = 5.0
 # A full engine is asked again, for less time than its rank keeps a grant that has no call (Sender's `meet_s`).
 _FULL_FOR_S = 10.0
-_ASK_AGAIN_S = 0.25
 
 
 class PrefillCalls:
@@ -62,18 +61,27 @@ class PrefillCalls:
 
 
 class RemotePrefill:
-    """The prefill of one request at `peer`, for `rank`.
+    """The prefill of one request for `rank`, at `peer` until it moves.
 
     The prefill engine is called ahead of the grant when the rank has said with which ticket id, else behind it. A call
-    ahead that gets no grant under that id is taken back, and another one follows when there is a grant.
+    ahead that gets no grant under that id is taken back, and another one follows when there is a grant. A full engine
+    is asked again for a while, unless `room_but(peers)`: another prefill rank than those has room.
     """
 
     def __init__(
-        self, calls: PrefillCalls, rank: RankClient, peer: PeerView, submit: Submit, span: Span | None
+        self,
+        calls: PrefillCalls,
+        rank: RankClient,
+        peer: PeerView,
+        submit: Submit,
+        span: Span | None,
+        room_but: Callable[[set[PeerKey]], bool] = lambda peers: False,
     ) -> None:
         self._calls = calls
         self._rank = rank
         self._peer = peer
+        self._asked = {peer.key}
+        self._room_but = room_but
         self._submit = submit
         self._span = span
         # The call that stands, its task, and how many there have been.
@@ -97,7 +105,7 @@ class RemotePrefill:
             sampling=submit.sampling,
             cache=submit.cache,
         )
-        self._asking = self._calls.spawn(self._ask(self._call))
+        self._asking = self._calls.spawn(self._ask(self._call, self._peer.url))
         self.ahead = True
 
     def granted(self, ticket: bytes) -> None:
@@ -111,12 +119,18 @@ class RemotePrefill:
         """Spare the prefill engine useless work. Safety does not hang on it."""
         if self._call is not None and self._asking is not None:
             self._asking.cancel()
-            self._calls.spawn(self._cancel(self._call, reason))
+            self._calls.spawn(self._cancel(self._call, self._peer.url, reason))
         self._call, self._asking, self.ahead = None, None, False
 
-    async def _ask(self, call: PrefillCall) -> None:
-        url, calls = f"{self._peer.url}/prefill", self._calls
-        body, until = msgspec.msgpack.encode(call), time.monotonic() + _FULL_FOR_S
+    def move(self, peer: PeerView) -> None:
+        """Leave the prefill rank that was asked; `peer` is called as soon as there is a grant for it."""
+        self.take_back("it is asked of another prefill engine")
+        self._peer = peer
+        self._asked.add(peer.key)
+
+    async def _ask(self, call: PrefillCall, engine: str) -> None:
+        url, calls = f"{engine}/prefill", self._calls
+        body, back_off = msgspec.msgpack.encode(call), BackOff(_FULL_FOR_S)
         try:
             while True:
                 reply = await calls.connections.call(
@@ -126,10 +140,13 @@ class RemotePrefill:
                     body=body,
                     timeout_s=_PREFILL_WITHIN_S,
                 )
-                if reply.status != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > until:
+                # Full: several completion engines at once, each of which had seen room.
+                if reply.status != HTTPStatus.TOO_MANY_REQUESTS or self._may_move():
                     break
-                # Several completion engines at once, each of which had seen room.
-                await asyncio.sleep(_ASK_AGAIN_S)
+                wait_s = back_off.next(reply.retry_after_s)
+                if wait_s is None:
+                    break
+                await asyncio.sleep(wait_s)
         except CallFailed as error:
             outcome, reason = "unreachable", f"{url}: {error}"
         else:
@@ -141,11 +158,14 @@ class RemotePrefill:
         _log.warning("request %s: %s", call.request_id, reason)
         self._rank.prefill_failed(self._submit.request_id, call.ticket, reason)
 
-    async def _cancel(self, call: PrefillCall, reason: str) -> None:
+    def _may_move(self) -> bool:
+        return len(self._asked) < MOST_ASKED and self._room_but(self._asked)
+
+    async def _cancel(self, call: PrefillCall, engine: str, reason: str) -> None:
         cancel = CancelCall(
             request_id=call.request_id, incarnation=call.incarnation, rank=call.rank, reason=reason
         )
-        url, calls = f"{self._peer.url}/cancel", self._calls
+        url, calls = f"{engine}/cancel", self._calls
         calls.metrics.cancel_calls.inc()
         try:
             await calls.connections.call(

@@ -34,6 +34,8 @@ _Call = TypeVar("_Call", PrefillCall, CancelCall)
 # A rank takes messages between two steps, and a step is bounded by --max-num-batched-tokens.
 _ACCEPT_WITHIN_S = 55.0
 _REMEMBERED_CANCELS = 4096
+# A place becomes free with the end of a prefill, of which many are short.
+_FULL_AGAIN_S = 0.05
 
 
 class _Gone(RuntimeFault):
@@ -129,7 +131,7 @@ class PrefillDesk:
         assert rank.ready is not None
         # Twice: whose first token is out has left its place at the CE, but is here until its doorbell is.
         if rank.outstanding >= 2 * rank.ready.queue_limit:
-            raise Overloaded(f"{rank.outstanding} prefills are here already", retry_after_s=1.0)
+            raise Overloaded(f"{rank.outstanding} prefills are here already", retry_after_s=_FULL_AGAIN_S)
         if not call.tokens or len(call.tokens) % 4:
             raise BadRequest("tokens: must be uint32 token ids, at least one", param="tokens")
         running = rank.prefill(

@@ -33,6 +33,7 @@ from kvrail.frontend.tracing import Tracing
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.admission import Admission
 from kvrail.runtime.control.auth import ApiKeys
+from kvrail.runtime.control.bounded_http import BoundedHttp
 from kvrail.runtime.control.kept_connections import KeptConnections
 from kvrail.runtime.control.peers import PeerWatcher
 from kvrail.runtime.control.rank_client import RankClient
@@ -106,7 +107,7 @@ def bare_app(config: LaunchConfig) -> FastAPI:
             allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after"],
+            expose_headers=["x-request-id", "x-kvrail-prefill", "retry-after", "retry-after-ms"],
         )
     install_error_bodies(app, for_clients=config.role != "pe")
     return app
@@ -167,6 +168,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 Envelope(application.app, config),
+                http=BoundedHttp,
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -81,6 +81,8 @@ def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
     while place < len(text):
         value, place = decoder.raw_decode(text, place)
         for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict):
+                raise ValueError("a call is an object")
             one = one.get("function") if isinstance(one.get("function"), dict) else one
             calls.append(call_of(one["name"], one.get("arguments", one.get("parameters", {}))))
         place = _skip(text, place)

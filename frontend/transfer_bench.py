@@ -25,7 +25,9 @@ __all__ = ["main"]
 
 WAYS = tuple(dict.fromkeys((*HOST_WAYS, *GPU_WAYS)))
 _KIB, _MIB = 1 << 10, 1 << 20
-# Page bytes → bytes of a batch. In host memory 16 MiB and more: smaller batches are judged by latency.
+# So many pages of these in host memory, besides: batches as small as the tail of a push.
+_SMALL_PAGES, _SMALL = 16, (4 * _KIB, 64 * _KIB, 512 * _KIB)
+# Page bytes → MiB of a batch.
 _HOST_FULL = (
     (4 * _KIB, 16),
     (16 * _KIB, 32),
@@ -47,7 +49,8 @@ _GPU_CELL_S = 6.0
 
 def _cells(quick: bool, gpu: bool) -> tuple[tuple[int, int], ...]:
     sizes = (_GPU_QUICK if quick else _GPU_FULL) if gpu else (_HOST_QUICK if quick else _HOST_FULL)
-    return tuple((size, batch * _MIB // size) for size, batch in sizes)
+    small = () if gpu else tuple((size, _SMALL_PAGES) for size in _SMALL)
+    return small + tuple((size, batch * _MIB // size) for size, batch in sizes)
 
 
 def _no_gpu() -> str | None:
@@ -74,6 +77,10 @@ def _command(
     ] = None,
     latency: Annotated[
         bool, typer.Option(help="also one 64 KiB page at a time: asleep and awake, with pauses and without")
+    ] = True,
+    awake: Annotated[
+        bool,
+        typer.Option(help="also batches of 8 MiB and less in host memory while our progress threads spin"),
     ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and rounds")] = False,
 ) -> None:
@@ -104,7 +111,9 @@ def _command(
     records: list[Record] = []
     with console.status("measuring") as status:
         cell_s = _QUICK_CELL_S if quick else math.inf if no_gpu else _GPU_CELL_S
-        plan = Plan(cells, wanted, rounds or (15 if quick else 30), cell_s=cell_s, latency=latency)
+        plan = Plan(
+            cells, wanted, rounds or (15 if quick else 30), cell_s=cell_s, latency=latency, awake=awake
+        )
         failures: list[str] = []
 
         def say(line: str) -> None:
@@ -136,6 +145,12 @@ def _command(
 
 def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], no_gpu: str | None) -> None:
     lanes = {record.lane for record in records}
+    if any(record.mode == "awake" and not record.pace for record in records):
+        console.print(
+            "awake: our progress threads spin, or poll where there are cores for it (JSON: threads); in other batches "
+            "all threads of ours sleep until one comes",
+            soft_wrap=True,
+        )
     if any(record.pace for record in records):
         console.print(
             "sleep: all threads sleep when a page comes; spin: the progress threads of both sides spin, the "

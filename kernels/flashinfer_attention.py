@@ -12,6 +12,7 @@ FA3's would be quicker for long prompts on Hopper, but take minutes to compile.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,23 @@ _AMPERE = (8, 0)
 
 class AttentionUnavailable(RuntimeError):
     """FlashInfer cannot be used here or for this model; the message says why, and what would help."""
+
+
+class _Wrappers:
+    """FlashInfer's two kinds of batch, and the buffers that they plan in."""
+
+    def __init__(self, library: Any, workspace: torch.Tensor) -> None:
+        self.decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        self.prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Wait until the pinned buffers are free: the copies of the plan before may still read them."""
+        self._copied.synchronize()
+
+    def end(self) -> None:
+        """The plan's copies are queued on the current stream."""
+        self._copied.record()
 
 
 class FlashInferAttention:
@@ -67,14 +85,10 @@ class FlashInferAttention:
             )
         # All may use the same scratch space: they run one after the other.
         self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        self._decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace, "NHD", use_tensor_cores=True
-        )
-        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, "NHD", backend="fa2"
-        )
+        # By turns. Of the two plans of a long chunk the second, for the last layer, reaches the device at the chunk's
+        # end: with one set the next chunk would wait for that before it can be planned, and the device for the host.
+        self._turns = itertools.cycle([_Wrappers(self._library, self.workspace) for _ in range(2)])
         self.module: Any = None
-        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def compiled(self) -> bool:
@@ -96,9 +110,9 @@ class FlashInferAttention:
     def plan(
         self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype, rings: torch.Tensor | None = None
     ) -> FlashInferPlan:
-        """The plan of one step, in the order of the current stream. May wait for the step before the last one."""
-        # Both wrappers plan in pinned buffers of their own, which the last plan's copies may still be reading.
-        self._planned.synchronize()
+        """The plan of one step, in the order of the current stream. May wait for the plan before the last."""
+        made = next(self._turns)
+        made.begin()
         page_tokens = pool.shape[3]
         starts = np.array([part.start for part in slices], dtype=np.int32)
         lengths = np.array([part.length for part in slices], dtype=np.int32)
@@ -131,7 +145,7 @@ class FlashInferAttention:
         common: dict[str, Any] = {"q_data_type": dtype, "kv_data_type": pool.dtype, "sm_scale": 1.0}
         shape = (self.heads, self.kv_heads, self.head_dim)
         if singles:
-            self._decode.plan(
+            made.decode.plan(
                 host_indptr[: singles + 1],
                 indices[: first_pages[singles]],
                 host_last[:singles],
@@ -141,7 +155,7 @@ class FlashInferAttention:
                 **common,
             )
         if singles < len(slices):
-            self._prefill.plan(
+            made.prefill.plan(
                 later_rows,
                 later_indptr,
                 indices[first_pages[singles] :],
@@ -152,13 +166,13 @@ class FlashInferAttention:
                 seq_lens=host_ends[singles:],
                 **common,
             )
-        self._planned.record()
+        made.end()
         return FlashInferPlan(
             (pool, slices, dtype, rings),
             positions,
             singles,
-            self._decode if singles else None,
-            self._prefill if singles < len(slices) else None,
+            made.decode if singles else None,
+            made.prefill if singles < len(slices) else None,
             (self._library.append_paged_kv_cache, row_of, indices, indptr, last_there),
         )
 

@@ -4,12 +4,15 @@
 A request is prefilled on the PE rank that its front chose, or here. It moves like this:
 
     waiting ──grant──▶ granted ──first token──▶ first ──doorbell──▶ decoding ──▶ over
-       │                  │                       │
-       └──────────────────┴── lost, fallback ─────┴──▶ decoding (the engine prefills by itself)
+       │ ▲                │                       │
+       │ │                └────────── lost ───────┤
+       └─┼────────────── no ticket ───────────────┤
+         └── another PE ── stranded ◀─────────────┴── nobody else ──▶ decoding (the engine prefills by itself)
 
 The ledger (transfer/receiver.py) says when pages may change hands; nothing is decoded before its doorbell. This file
-brings what is heard to the ledger and to the three stations, and carries out what the ledger decides: waiting.py
-(who gets a ticket when), landing.py (what a peer hands over), decoding.py (what the engine works on).
+brings what is heard to the ledger and to the four stations, and carries out what the ledger decides: waiting.py
+(who gets a ticket when), landing.py (what a peer hands over), moving.py (who is asked next), decoding.py (what the
+engine works on).
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from kvrail.runtime.messages import (
     Connect,
     Disconnect,
     Failed,
+    Move,
     PrefillFailed,
     Stats,
     Submit,
     ToFront,
     ToRank,
 )
+from kvrail.runtime.moving import Moving
 from kvrail.runtime.rank_stats import completion_counters, pool_gauges, rank_stats
 from kvrail.runtime.requests import Request, Requests
 from kvrail.runtime.verifying import Verifying
@@ -91,10 +96,19 @@ class Completion:
         self._verifying = Verifying(pools, self._counters, checksums)
         self._requests = Requests(engine, send, self._counters)
         self._decoding = Decoding(engine, pool, self._requests, self._counters)
+        self._moving = Moving(
+            links=self._board.reports,
+            requests=self._requests,
+            decoding=self._decoding,
+            give_up=receiver.give_up,
+            send=send,
+            counters=self._counters,
+        )
         self._waiting = Waiting(
             receiver=receiver,
             requests=self._requests,
             decoding=self._decoding,
+            moving=self._moving,
             carry_out=self._carry_out,
             send=send,
             verify_share=verify_share,
@@ -136,7 +150,11 @@ class Completion:
                 if self._requests.by_ticket(request_id, ticket):
                     self._receiver.give_up(now, ticket, reason)
                 elif request := self._requests.get(request_id):
-                    self._waiting.call_failed(request, ticket, reason)
+                    self._waiting.call_failed(now, request, ticket, reason)
+            case Move(request_id=request_id, peer=peer):
+                request = self._requests.get(request_id)
+                if request is not None and self._moving.moved(request, peer):
+                    self._wait(now, request)
             case Connect(peer=peer) if self._links is not None:
                 self._board.connecting(LinkKey(peer.incarnation, peer.rank))
                 self._links.connect(peer)
@@ -163,7 +181,10 @@ class Completion:
             self._decoding.prefill_here(request)
             return
         request.keys = self.engine.prefix_keys(tokens, message.cache)
-        lacking = self.engine.layout.pages_for(len(tokens)) - self._pool.known(request.keys)
+        self._wait(now, request)
+
+    def _wait(self, now: float, request: Request) -> None:
+        lacking = self.engine.layout.pages_for(len(request.tokens)) - self._pool.known(request.keys)
         self._waiting.add(now, request, lacking)
 
     def _abort(self, now: float, message: Abort) -> None:
@@ -194,6 +215,7 @@ class Completion:
             case _:
                 pass
         tell_receiver(self._receiver, now, event)
+        self._moving.note(now, event)
         self._carry_out(now)
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
@@ -209,7 +231,8 @@ class Completion:
         fallen, self._fallen = self._fallen, []
         for request, lost in fallen:
             if request in self._requests:
-                self._decoding.fall_back(request, lost.reason, lost.hand_off)
+                self._moving.strand(now, request, lost.reason)
+        self._moving.reap(now)
         self._waiting.grant(now)
         self._carry_out(now)
         self._decoding.refuse_stalled(now)

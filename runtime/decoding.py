@@ -12,7 +12,6 @@ from kvrail.runtime.errors import RuntimeFault
 from kvrail.runtime.requests import Request, Requests
 from kvrail.transfer.pages import PagePool
 from kvrail.transfer.tickets import Landed
-from kvrail.transfer.wire import HandOff
 
 __all__ = ["Decoding"]
 
@@ -33,6 +32,7 @@ class Decoding:
 
     def adopt(self, request: Request, landed: Landed) -> None:
         """Decode over pages that have landed; they are the engine's from here on."""
+        assert request.first is not None, "first tokens are told before pages are adopted"
         request.phase = "decoding"
         try:
             self._engine.adopt(
@@ -40,8 +40,8 @@ class Decoding:
                 request.tokens,
                 request.submit.sampling,
                 owner=landed.owner,
-                first_tokens=request.going_on(landed.hand_off),
-                cached_tokens=landed.hand_off.cached_tokens,
+                first_tokens=request.going_on(request.first),
+                cached_tokens=request.first.cached_tokens,
                 cache=request.submit.cache,
                 keys=request.keys,
             )
@@ -49,28 +49,28 @@ class Decoding:
             self._pool.release(landed.owner)
             self._requests.fail(request, 500, f"the engine did not take the pages: {error}", None)
 
-    def prefill_here(self, request: Request, hand_off: HandOff | None = None) -> None:
+    def prefill_here(self, request: Request) -> None:
         """Let the engine prefill: from the start, or behind first tokens that are out already."""
         request.phase, request.route, request.cached_tokens = "decoding", "local", 0
         sampling, cache = request.submit.sampling, request.submit.cache
         try:
-            if hand_off is None:
+            if request.first is None:
                 self._engine.add(request.id, request.tokens, sampling, cache=cache)
             else:
-                firsts = request.going_on(hand_off)
+                firsts = request.going_on(request.first)
                 self._engine.resume(request.id, request.tokens, sampling, first_tokens=firsts, cache=cache)
             self._counters["prefills_local"] += 1
         except RuntimeFault as fault:
             self._requests.fail(request, fault.status, fault.message, fault.retry_after_s)
 
-    def fall_back(self, request: Request, reason: str, hand_off: HandOff | None = None) -> None:
+    def fall_back(self, request: Request, reason: str) -> None:
         """No remote prefill for this request (any more): do it here when that is allowed."""
         if not request.submit.fallback:
             self._requests.fail(request, 503, f"the remote prefill failed: {reason}", 1.0)
             return
         _log.warning("request %s: prefilling here, because %s", request.id, reason)
         self._counters["prefill_fallbacks"] += 1
-        self.prefill_here(request, hand_off)
+        self.prefill_here(request)
 
     def take(self, outputs: Sequence[StepOutput]) -> None:
         """What a step of the engine has made."""

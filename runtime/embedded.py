@@ -39,9 +39,9 @@ _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
 # The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
-# this many tokens: so short a step is one launch on a GPU (step_graphs.py), and its pages are soon over.
+# this many tokens: its pages are soon over. Fewer would cost more than they save: a GPU is slower with few at a time.
 _TAIL_SHARE = 4
-_TAIL_TOKENS = 512
+_TAIL_TOKENS = 2048
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 

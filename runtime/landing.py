@@ -70,7 +70,7 @@ class Landing:
         self._written_by_card.discard(key)
 
     def first_token(self, now: float, request: Request, hand_off: HandOff) -> None:
-        """The first token of each choice, final, for the user at once."""
+        """The first token of each choice, final, for the user at once; but those that are out stay."""
         sampling = request.submit.sampling
         if fault := fault_of_hand_off(hand_off, sampling, len(request.tokens), self._engine.vocab_size):
             # A peer of another version, or a broken one: its KV is not to be trusted either.
@@ -80,6 +80,12 @@ class Landing:
             self._requests.fail(request, 502, reason, None)
             return
         request.phase = "first"
+        if request.first is not None:
+            if hand_off.ended:
+                # Where two tokens are as likely, another PE may choose the other one, and end there: no pages come.
+                self._decoding.fall_back(request, "the prefill engine that was asked next ended the answer")
+            return
+        request.first = hand_off
         request.cached_tokens = hand_off.cached_tokens
         self._counters["prefills_remote"] += 1
         for choice, first in enumerate(hand_off.firsts):

@@ -26,6 +26,7 @@ __all__ = [
     "FlushCache",
     "Granted",
     "LinkReport",
+    "Move",
     "Output",
     "Outputs",
     "PeerRank",
@@ -36,6 +37,7 @@ __all__ = [
     "Sampling",
     "Shutdown",
     "Stats",
+    "Stranded",
     "Submit",
     "ToFront",
     "ToRank",
@@ -146,6 +148,13 @@ class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag="prefill_fail
     reason: str
 
 
+class Move(msgspec.Struct, frozen=True, kw_only=True, tag="move"):
+    """CE, the answer to `Stranded`: prefill on that PE rank, under a new ticket; None: on none."""
+
+    request_id: str
+    peer: tuple[bytes, int] | None
+
+
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """CE: keep a link to this PE rank until told otherwise."""
 
@@ -168,7 +177,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     pass
 
 
-ToRank = Submit | Prefill | Abort | PrefillFailed | Connect | Disconnect | FlushCache | Shutdown
+ToRank = Submit | Prefill | Abort | PrefillFailed | Move | Connect | Disconnect | FlushCache | Shutdown
 
 # --- rank → front -----------------------------------------------------------------------------------------------
 
@@ -200,6 +209,16 @@ class Deferred(msgspec.Struct, frozen=True, kw_only=True, tag="deferred"):
     """CE: no ticket will have the id that this request was called for with; if it gets one, `Granted` tells another."""
 
     request_id: str
+
+
+class Stranded(msgspec.Struct, frozen=True, kw_only=True, tag="stranded"):
+    """CE: the PE rank of this request will not prefill it, and its ticket, if it had one, is dead. `others`: PE ranks
+    that could, which have not been asked yet. `Move` answers. The first token may be out: it stays.
+    """
+
+    request_id: str
+    reason: str
+    others: list[tuple[bytes, int]]
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
@@ -287,7 +306,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
 
 
 ToFront = (
-    Ready | Granted | Deferred | Accepted | Outputs | Failed | PrefillDone | CacheFlushed | LinkReport | Stats
+    Ready
+    | Granted
+    | Deferred
+    | Stranded
+    | Accepted
+    | Outputs
+    | Failed
+    | PrefillDone
+    | CacheFlushed
+    | LinkReport
+    | Stats
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,6 +17,7 @@ _FROM_ZERO = (
     "prefills_remote",
     "prefills_local",
     "prefill_fallbacks",
+    "prefill_moves",
     "pages_verified",
     "checksum_mismatches",
     "requests_failed",

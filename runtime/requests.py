@@ -24,16 +24,17 @@ __all__ = ["Request", "Requests"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room.
+    """One request at this rank. `phase` as drawn in completion.py; `deadline`: of its wait for room, or for an answer.
 
+    `link`: where its prompt is prefilled (only of requests that were routed to a peer); `asked`: wherever it was to be.
     `called`: the id of the ticket with which its prefill has been called for already, as long as that may be granted.
-    `keys` name the full pages of its prompt in the pool's prefix cache, if it takes part in that. `open`: the choices
-    that have not ended.
+    `first`: what was handed over with the first tokens that are out. `keys` name the full pages of its prompt in the
+    pool's prefix cache, if it takes part in that. `open`: the choices that have not ended.
     """
 
     submit: Submit
     tokens: npt.NDArray[np.uint32]
-    phase: Literal["waiting", "granted", "first", "decoding"]
+    phase: Literal["waiting", "granted", "first", "stranded", "decoding"]
     deadline: float = 0.0
     keys: list[bytes] = field(default_factory=list)
     called: bytes = b""
@@ -41,9 +42,21 @@ class Request:
     route: Literal["remote", "local"] = "local"
     cached_tokens: int = 0
     open: set[int] = field(default_factory=set)
+    first: HandOff | None = None
+    link: LinkKey = field(init=False)
+    # Why it is stranded.
+    trouble: str = ""
+    asked: set[LinkKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.open.update(range(self.submit.sampling.n))
+        if self.submit.peer is not None:
+            self.ask(LinkKey(*self.submit.peer))
+
+    def ask(self, link: LinkKey) -> None:
+        """Its prompt is to be prefilled there."""
+        self.link = link
+        self.asked.add(link)
 
     def going_on(self, hand_off: HandOff) -> dict[int, int]:
         """The first tokens of the choices that have not ended."""
@@ -52,12 +65,6 @@ class Request:
     @property
     def id(self) -> str:
         return self.submit.request_id
-
-    @property
-    def link(self) -> LinkKey:
-        """Where its prompt is prefilled; only for requests that were routed to a peer."""
-        assert self.submit.peer is not None
-        return LinkKey(*self.submit.peer)
 
 
 class Requests:

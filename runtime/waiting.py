@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvrail.runtime.decoding import Decoding
 from kvrail.runtime.messages import Deferred, Granted, ToFront
+from kvrail.runtime.moving import Moving
 from kvrail.runtime.requests import Request, Requests
 from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages, ShareUsed
 from kvrail.transfer.link_events import LinkKey
@@ -38,6 +39,7 @@ class Waiting:
         receiver: Receiver,
         requests: Requests,
         decoding: Decoding,
+        moving: Moving,
         carry_out: Callable[[float], None],
         send: Callable[[ToFront], None],
         verify_share: float,
@@ -47,6 +49,7 @@ class Waiting:
         self._receiver = receiver
         self._requests = requests
         self._decoding = decoding
+        self._moving = moving
         self._carry_out = carry_out
         self._send = send
         self._verify_share = verify_share
@@ -61,7 +64,7 @@ class Waiting:
 
     def add(self, now: float, request: Request, lacking: int) -> None:
         """It needs a ticket for the `lacking` pages that the pool does not have yet."""
-        if request.submit.called is not None:
+        if request.submit.called is not None and len(request.asked) == 1:
             ticket_id, called_at = request.submit.called
             request.called = ticket_id
             if ticket_id != self._reserved or now - called_at > _CALL_GOOD_FOR_S:
@@ -91,10 +94,11 @@ class Waiting:
                 if request.phase != "granted":
                     self._defer(request)
 
-    def call_failed(self, request: Request, ticket_id: bytes, reason: str) -> None:
+    def call_failed(self, now: float, request: Request, ticket_id: bytes, reason: str) -> None:
         """It was called for ahead of its grant, and the prefill engine did not take the call."""
-        if request.called == ticket_id and request.phase == "waiting":
-            self._decoding.fall_back(request, reason)
+        if request.called == ticket_id and request in self._queue:
+            self._queue.remove(request)
+            self._moving.strand(now, request, reason)
 
     def _defer(self, request: Request) -> None:
         """Nothing will come of the call that was made ahead, if one was."""
@@ -127,14 +131,16 @@ class Waiting:
                 return error
             reason = f"no room for the prompt within {_ROOM_WITHIN_S:.0f} s: {error}"
             if isinstance(error, ShareUsed):
-                self._decoding.fall_back(request, reason)
+                self._moving.strand(now, request, reason)
             else:
                 self._requests.fail(request, 503, reason, 2.0)
             return None
         except LinkLost as error:
-            if isinstance(error, LinkSilent) and not request.submit.fallback and now < request.deadline:
+            # The only way that a request has is worth waiting for.
+            only_way = not request.submit.fallback and not self._moving.others(request)
+            if isinstance(error, LinkSilent) and only_way and now < request.deadline:
                 return error
-            self._decoding.fall_back(request, str(error))
+            self._moving.strand(now, request, str(error))
             return None
         request.phase, request.ticket, request.route = "granted", ticket.id, "remote"
         request.called = b""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages, ShareUsed
+from kvrail.transfer.errors import LinkLost, LinkSilent, NoPages
 from kvrail.transfer.granted_ticket import PeerLink, Ticket, ticket_gauges
 from kvrail.transfer.layout import TicketLayout
+from kvrail.transfer.link_share import LinkShare, TicketPool
+from kvrail.transfer.ticket_endings import TicketEndings
 from kvrail.transfer.tickets import (
     CeState,
     Fence,
@@ -24,7 +25,6 @@ from kvrail.transfer.tickets import (
     FirstTokenReady,
     Landed,
     LinkKey,
-    Lost,
     Proof,
     ReceiverEffect,
     Send,
@@ -32,7 +32,6 @@ from kvrail.transfer.tickets import (
 )
 from kvrail.transfer.wire import (
     Beat,
-    Cancel,
     Doorbell,
     FirstToken,
     HandOff,
@@ -41,21 +40,7 @@ from kvrail.transfer.wire import (
     TicketBeat,
 )
 
-__all__ = ["Receiver", "TicketPool"]
-
-
-class TicketPool(Protocol):
-    """What the ledger asks of whoever owns the pages: `pages.PagePool`, or another engine's allocator."""
-
-    pages: int
-    state_slots: int
-
-    def match(self, owner: str, keys: Sequence[bytes]) -> list[int]: ...
-    def allocate(self, owner: str, count: int, *, keep_reserve: bool = False) -> list[int]: ...
-    def allocate_state(self, owner: str) -> int: ...
-    def release(self, owner: str) -> None: ...
-    def quarantine(self, owner: str) -> None: ...
-    def release_quarantined(self, owner: str) -> None: ...
+__all__ = ["Receiver"]
 
 
 class Receiver:
@@ -83,14 +68,16 @@ class Receiver:
         self._pool = pool
         self._layout = layout
         self._self = (incarnation, rank)
-        self._share = link_share
+        self._link_share = LinkShare(pool, link_share)
         self._ttl_s = ttl_s
         self._answer_s = answer_s
-        self._busy_s = busy_s
         self._random = random
         self._links: dict[LinkKey, PeerLink] = {}
         self._effects: list[ReceiverEffect] = []
         self.counters: Counter[str] = Counter()
+        self._endings = TicketEndings(
+            pool, self._links, self._emit, self.counters, answer_s=answer_s, busy_s=busy_s
+        )
 
     def take_effects(self) -> list[ReceiverEffect]:
         """What to do now, in order; the list is emptied."""
@@ -120,8 +107,8 @@ class Receiver:
         known.state = "suspect"
         for ticket in known.tickets.values():
             if ticket.live and not ticket.patient:
-                self._lose(ticket, "the prefill engine does not answer")
-                self._stop(now, ticket, "suspect")
+                self._endings.lose(ticket, "the prefill engine does not answer")
+                self._endings.stop(now, ticket, "suspect")
             elif not ticket.live and ticket.deadline is not None:
                 # Cancelled when it was only busy.
                 ticket.deadline = min(ticket.deadline, now + self._answer_s)
@@ -140,14 +127,14 @@ class Receiver:
         if known is not None and known.epoch == epoch and known.state != "down":
             asked = known.state == "fencing"
             known.state = "down"
-            self._strand(known, reason)
+            self._endings.strand(known, reason)
             if known.fence == "worker" and proof != "worker" and not asked and known.tickets:
-                self._effects.append(Fence(link, epoch, reason))
+                self._emit(Fence(link, epoch, reason))
         else:
             self.counters["stale_link_events"] += 1
         if proof is not None:
             self.proven(now, link, epoch, proof)
-        self._forget_if_idle(link)
+        self._endings.forget_if_idle(link)
 
     def proven(self, now: float, link: LinkKey, epoch: int, proof: Proof) -> None:
         """Nothing can be written any more through that epoch's "worker", or by the peer's "process" in any epoch.
@@ -162,10 +149,10 @@ class Receiver:
             self.link_down(now, link, known.epoch, "the link's writers are gone")
         for ticket in list(known.tickets.values()):
             if ticket.fence == proof and (proof == "process" or ticket.epoch == epoch):
-                self._free(ticket)
+                self._endings.free(ticket)
             elif ticket.epoch == epoch:
                 self.counters["proofs_refused"] += 1
-        self._forget_if_idle(link)
+        self._endings.forget_if_idle(link)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -201,14 +188,14 @@ class Receiver:
             raise lost(f"the link to rank {link[1]} of {link[0].hex()[:8]} is not up")
         if len(keys) * self._layout.page_tokens > tokens:
             raise ValueError(f"{tokens} tokens do not fill {len(keys)} pages")
-        if ticket_id and self._find(ticket_id) is not None:
+        if ticket_id and self._endings.find(ticket_id) is not None:
             raise ValueError(f"ticket {ticket_id.hex()} is in use")
         ticket_id = ticket_id or self._random(16)
         owner = owner_of(ticket_id)
         # Before anything is allocated, which may evict what nobody has pinned.
         start = len(self._pool.match(owner, keys)) * self._layout.page_tokens if keys else token_start
         try:
-            pages, slot = self._reserve(known, owner, self._layout.pages_for(tokens - start))
+            pages, slot = self._link_share.reserve(known, owner, self._layout.pages_for(tokens - start))
         except (NoPages, LinkLost):
             self._pool.release(owner)
             raise
@@ -229,7 +216,7 @@ class Receiver:
         known.tickets[ticket_id] = ticket
         known.held += len(pages)
         known.held_slots += slot >= 0
-        self._effects.append(Send(link, ticket.grant(self._self, self._ttl_s)))
+        self._emit(Send(link, ticket.grant(self._self, self._ttl_s)))
         self.counters["granted"] += 1
         if start:
             self.counters["matched_tokens"] += start
@@ -240,18 +227,18 @@ class Receiver:
 
         False when the ticket is over already; then its Landed or Lost is out, and the caller has the pages.
         """
-        ticket = self._find(ticket_id)
+        ticket = self._endings.find(ticket_id)
         if ticket is None or not ticket.live:
             return False
-        self._stop(now, ticket, reason)
+        self._endings.stop(now, ticket, reason)
         return True
 
     def give_up(self, now: float, ticket_id: bytes, reason: str) -> None:
         """The prefill will not succeed (its call failed): Lost, and the ticket is cancelled. No-op when it is over."""
-        ticket = self._find(ticket_id)
+        ticket = self._endings.find(ticket_id)
         if ticket is not None and ticket.live:
-            self._lose(ticket, reason)
-            self._stop(now, ticket, reason)
+            self._endings.lose(ticket, reason)
+            self._endings.stop(now, ticket, reason)
 
     # --- what the PE says -------------------------------------------------------------------------------------
 
@@ -299,11 +286,11 @@ class Receiver:
                     continue
                 if ticket.live:
                     self.counters["expired"] += 1
-                    self._lose(ticket, f"no progress for {self._ttl_s:g} s")
-                    self._stop(now, ticket, "expired")
+                    self._endings.lose(ticket, f"no progress for {self._ttl_s:g} s")
+                    self._endings.stop(now, ticket, "expired")
                 else:
                     self.counters["unanswered_cancels"] += 1
-                    self._doubt(ticket, "a cancel was not answered in time")
+                    self._endings.doubt(ticket, "a cancel was not answered in time")
 
     def next_deadline(self) -> float | None:
         """When `reap` has something to do next."""
@@ -321,25 +308,8 @@ class Receiver:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _reserve(self, known: PeerLink, owner: str, count: int) -> tuple[list[int], int]:
-        """`count` pages and a state slot for `owner`, within the link's share; raises as `grant` does."""
-        share = int(self._share * self._pool.pages)
-        if count > share:
-            # What was cached of the prompt when it was admitted may have been evicted since.
-            raise LinkLost(f"{count} pages asked for, the link may hold {share}")
-        if known.unproven + count > share:
-            # Waiting does not help: these pages come back with the end of the peer, if ever.
-            raise LinkLost(f"{known.unproven} of the link's {share} pages are in quarantine, unproven")
-        if known.held + count > share:
-            raise ShareUsed(f"{count} pages asked for, the link holds {known.held} of at most {share}")
-        slots = self._pool.state_slots
-        slot_share = max(1, int(self._share * slots))
-        if slots and known.unproven_slots >= slot_share:
-            raise LinkLost(f"all {slot_share} state slots of the link's share are in quarantine, unproven")
-        if slots and known.held_slots >= slot_share:
-            raise ShareUsed(f"the link holds {known.held_slots} of {slots} state slots, its share")
-        pages = self._pool.allocate(owner, count, keep_reserve=True)
-        return pages, self._pool.allocate_state(owner)
+    def _emit(self, effect: ReceiverEffect) -> None:
+        self._effects.append(effect)
 
     def _on_first_token(self, now: float, ticket: Ticket, hand_off: HandOff) -> None:
         if ticket.state is not CeState.GRANTED:
@@ -348,103 +318,38 @@ class Receiver:
         ticket.move(CeState.HANDED)
         ticket.hand_off = hand_off
         ticket.deadline = now + self._ttl_s
-        self._effects.append(FirstTokenReady(ticket.request_id, ticket.id, hand_off))
+        self._emit(FirstTokenReady(ticket.request_id, ticket.id, hand_off))
         if hand_off.ended:
             # Nothing will be decoded, so the doorbell that is on its way counts as proof only.
-            self._stop(now, ticket, "finished")
+            self._endings.stop(now, ticket, "finished")
 
     def _on_doorbell(self, ticket: Ticket, bell: Doorbell) -> None:
         if not ticket.live:
             self.counters["late_doorbells"] += 1
-            self._free(ticket)
+            self._endings.free(ticket)
             return
         hand_off = ticket.hand_off or bell.hand_off
         fault = ticket.fault_of(bell)
         if fault or hand_off is None:
             self.counters["failed_doorbells"] += 1
-            self._lose(ticket, fault)
-            self._free(ticket)
+            self._endings.lose(ticket, fault)
+            self._endings.free(ticket)
             return
         self.counters["landed"] += 1
         ticket.move(CeState.LANDED)
-        self._remove(ticket)
+        self._endings.remove(ticket)
         landed = Landed(
             ticket.request_id, ticket.id, ticket.owner, hand_off, ticket.pages, ticket.state_slot, bell
         )
-        self._effects.append(landed)
+        self._emit(landed)
 
     def _on_quiesced(self, ticket: Ticket, message: Quiesced) -> None:
         if ticket.live:
-            self._lose(ticket, message.reason or "the prefill engine stopped")
+            self._endings.lose(ticket, message.reason or "the prefill engine stopped")
         if message.proven:
-            self._free(ticket)
+            self._endings.free(ticket)
         elif ticket.state is not CeState.UNPROVEN:
             self.counters["unproven_answers"] += 1
-            self._doubt(
+            self._endings.doubt(
                 ticket, message.reason or "the prefill engine cannot prove that its writes have ended"
             )
-
-    def _lose(self, ticket: Ticket, reason: str) -> None:
-        self.counters["lost"] += 1
-        self._effects.append(Lost(ticket.request_id, ticket.id, reason, ticket.hand_off))
-
-    def _stop(self, now: float, ticket: Ticket, reason: str) -> None:
-        ticket.move(CeState.STOPPING)
-        self._pool.quarantine(ticket.owner)
-        beating = self._links[ticket.link].state == "up"
-        ticket.deadline = now + self._answer_s + (self._busy_s if beating else 0)
-        self._effects.append(Send(ticket.link, Cancel(ticket=ticket.id, epoch=ticket.epoch, reason=reason)))
-
-    def _doubt(self, ticket: Ticket, reason: str) -> None:
-        """Only a fence, the end of the PE's process, or a late answer can free this ticket's pages now."""
-        if not len(ticket.pages) and ticket.state_slot < 0:
-            self._free(ticket)
-            return
-        if ticket.live:
-            self._pool.quarantine(ticket.owner)
-        ticket.move(CeState.UNPROVEN)
-        ticket.deadline = None
-        known = self._links[ticket.link]
-        # Where a fence proves nothing, breaking the link would only cut off the late answers that do.
-        if ticket.fence == "worker" and known.epoch == ticket.epoch and known.state in ("up", "suspect"):
-            known.state = "fencing"
-            self._effects.append(Fence(ticket.link, ticket.epoch, reason))
-            self._strand(known, f"the link was fenced: {reason}")
-
-    def _strand(self, known: PeerLink, reason: str) -> None:
-        """No answer will come for the tickets of this link's epoch: lose the live ones, doubt them all."""
-        for ticket in list(known.tickets.values()):
-            if ticket.epoch != known.epoch or ticket.state is CeState.UNPROVEN:
-                continue
-            if ticket.live:
-                self._lose(ticket, reason)
-            self._doubt(ticket, reason)
-
-    def _free(self, ticket: Ticket) -> None:
-        """The writer is proven quiet."""
-        owner = ticket.owner
-        if ticket.live:
-            self._pool.release(owner)
-        else:
-            self._pool.release_quarantined(owner)
-        ticket.move(CeState.FREED)
-        self._remove(ticket)
-
-    def _remove(self, ticket: Ticket) -> None:
-        known = self._links[ticket.link]
-        del known.tickets[ticket.id]
-        known.held -= len(ticket.pages)
-        known.held_slots -= ticket.state_slot >= 0
-        self._forget_if_idle(ticket.link)
-
-    def _find(self, ticket_id: bytes) -> Ticket | None:
-        for known in self._links.values():
-            ticket = known.tickets.get(ticket_id)
-            if ticket is not None:
-                return ticket
-        return None
-
-    def _forget_if_idle(self, link: LinkKey) -> None:
-        known = self._links.get(link)
-        if known is not None and known.state == "down" and not known.tickets:
-            del self._links[link]

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvrail.transfer.layout import TicketLayout
+from kvrail.transfer.prefill_endings import PrefillEndings
 from kvrail.transfer.prefill_ticket import CachedPages, PrefillTicket, ticket_gauges
 from kvrail.transfer.ticket_memory import Fate, TicketMemory, refused_call
 from kvrail.transfer.tickets import (
-    AbortPrefill,
     LinkKey,
     PeState,
-    ReleaseSource,
     Send,
     SenderEffect,
     StartPrefill,
@@ -32,7 +31,6 @@ from kvrail.transfer.wire import (
     Grant,
     HandOff,
     LinkMessage,
-    Quiesced,
     TicketBeat,
 )
 from kvrail.transfer.writer_book import WriterBook
@@ -74,12 +72,14 @@ class Sender:
         self._epochs: dict[LinkKey, int] = {}
         self._tickets: dict[bytes, PrefillTicket] = {}
         self._memory = TicketMemory()
-        self._kept: dict[tuple[LinkKey, int], list[SenderEffect]] = {}
         self._writers = WriterBook(self._emit)
         # Rises with all work of this rank: a waiting ticket gets nearer to its turn when others get on.
         self._work = 0
         self._effects: list[SenderEffect] = []
         self.counters: Counter[str] = Counter()
+        self._endings = PrefillEndings(
+            self._tickets, self._memory, self._writers, self._emit, self.counters, stop_s=stop_s
+        )
 
     def take_effects(self) -> list[SenderEffect]:
         """What to do now, in order; the list is emptied."""
@@ -101,7 +101,7 @@ class Sender:
             return
         del self._epochs[link]
         for ticket in [t for t in self._tickets.values() if t.link == link]:
-            self._end(ticket, PeState.GONE, reason=reason, status=503)
+            self._endings.end(ticket, PeState.GONE, reason=reason, status=503)
         self._memory.link_gone(link)
         self._writers.link_gone(link)
 
@@ -111,7 +111,7 @@ class Sender:
         Must follow each `link_down`: a doorbell under way when the link broke may still reach the CE and be good,
         so until then its pages may not change (I7).
         """
-        self._effects += self._kept.pop((link, epoch), [])
+        self._endings.proven(link, epoch)
 
     def on_message(self, now: float, link: LinkKey, message: LinkMessage) -> None:
         """A link message from that CE rank."""
@@ -173,7 +173,7 @@ class Sender:
         """The caller of a prefill went away. Unknown requests are ignored."""
         ticket = next((t for t in self._tickets.values() if t.request_id == request_id), None)
         if ticket is not None:
-            self._fail(now, ticket, reason, 499)
+            self._endings.fail(now, ticket, reason, 499)
 
     # --- the engine -------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Sender:
             self.counters["late_engine_results"] += 1
             return
         ticket.retry_after_s = retry_after_s
-        self._fail(now, ticket, reason, status)
+        self._endings.fail(now, ticket, reason, status)
 
     def computed(
         self,
@@ -216,7 +216,7 @@ class Sender:
         try:
             batches = ticket.next_batches(tokens_done, pages, state_slot, self._layout, cached)
         except ValueError as error:
-            self._fail(now, ticket, str(error), 500)
+            self._endings.fail(now, ticket, str(error), 500)
             return
         self._advance(ticket)
         for batch in batches:
@@ -237,7 +237,7 @@ class Sender:
         self._advance(ticket)
         self._emit(Send(link, FirstToken(ticket=ticket.id, epoch=grant.epoch, hand_off=hand_off)))
         if hand_off.ended:
-            self._fail(now, ticket, "finished", 200)
+            self._endings.fail(now, ticket, "finished", 200)
         else:
             self._ring_if_complete(now, ticket)
 
@@ -253,7 +253,7 @@ class Sender:
         """The doorbell went out, behind every put."""
         ticket = self._of(writer, PeState.RINGING, PeState.STOPPING)
         if ticket is not None:
-            self._end(ticket, PeState.LANDED)
+            self._endings.end(ticket, PeState.LANDED)
 
     def on_quiet(self, now: float, writer: int, ok: bool, reason: str = "") -> None:
         """A stopped writer posts nothing more. `ok`: every put's callback and the flush after them were OK."""
@@ -261,14 +261,14 @@ class Sender:
         ticket = None if late else self._of(writer, PeState.STOPPING)
         if ticket is not None:
             ticket.quiet_told = True
-            self._answer(ticket, ok, reason)
+            self._endings.answer(ticket, ok, reason)
 
     def on_failed(self, now: float, writer: int, reason: str) -> None:
         """A put or the doorbell failed, or was refused. Whether the writer is quiet is another question: stop it."""
         ticket = self._of(writer, *_AT_WORK)
         if ticket is not None:
             self.counters["failed_pushes"] += 1
-            self._fail(now, ticket, f"the push failed: {reason}", 502)
+            self._endings.fail(now, ticket, f"the push failed: {reason}", 502)
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -277,9 +277,9 @@ class Sender:
         for ticket in [t for t in self._tickets.values() if t.deadline <= now]:
             self.counters["expired"] += 1
             if ticket.state is PeState.STOPPING:
-                self._answer(ticket, False, f"the writer was not quiet within {self._stop_s:g} s")
+                self._endings.answer(ticket, False, f"the writer was not quiet within {self._stop_s:g} s")
             else:
-                self._fail(now, ticket, _TOO_LATE.get(ticket.state, _NOT_RENEWED), 504)
+                self._endings.fail(now, ticket, _TOO_LATE.get(ticket.state, _NOT_RENEWED), 504)
 
     def next_deadline(self) -> float | None:
         """When `reap` has something to do next."""
@@ -320,7 +320,7 @@ class Sender:
             fault = "the grant names other ranks than this link's"
         self._tickets[grant.ticket] = ticket
         if fault:
-            self._fail(now, ticket, fault, 400)
+            self._endings.fail(now, ticket, fault, 400)
         elif ticket.request_id is not None:
             self._start(now, ticket, ticket.request_id)
 
@@ -336,11 +336,11 @@ class Sender:
                 # Its last message is ahead of any answer that could be given now.
                 self.counters["late_cancels"] += 1
                 return
-            self._quiesce_unstarted(link, cancel, "the ticket is not known")
+            self._endings.quiesce_unstarted(link, cancel, "the ticket is not known")
         elif ticket.grant is None:
             # The call is here, the cancel overtook the grant.
-            self._end(ticket, PeState.QUIESCED, reason=cancel.reason, status=499)
-            self._quiesce_unstarted(link, cancel, cancel.reason)
+            self._endings.end(ticket, PeState.QUIESCED, reason=cancel.reason, status=499)
+            self._endings.quiesce_unstarted(link, cancel, cancel.reason)
         elif ticket.link != link:
             self.counters["foreign_cancels"] += 1
         elif ticket.state is PeState.STOPPING:
@@ -348,7 +348,7 @@ class Sender:
             self.counters["late_cancels"] += 1
         else:
             ticket.answer_cancel = True
-            self._fail(now, ticket, cancel.reason, 499)
+            self._endings.fail(now, ticket, cancel.reason, 499)
 
     def _start(self, now: float, ticket: PrefillTicket, request_id: str) -> None:
         _, grant = ticket.told
@@ -366,49 +366,3 @@ class Sender:
         if ticket.complete:
             ticket.move(PeState.RINGING)
             self._writers.ring(now, ticket, self._layout)
-
-    def _fail(self, now: float, ticket: PrefillTicket, reason: str, status: int) -> None:
-        """No good doorbell from here on (one that is under way may still go out): stop, then say so."""
-        if ticket.state is PeState.STOPPING:
-            return
-        ticket.reason, ticket.status = reason, status
-        if ticket.state is PeState.PREFILLING and ticket.request_id is not None:
-            ticket.holds_source = False
-            self._emit(AbortPrefill(ticket.request_id, ticket.id))
-        if self._writers.stop(ticket):
-            ticket.move(PeState.STOPPING)
-            ticket.deadline = now + self._stop_s
-        else:
-            self._answer(ticket, True, "")
-
-    def _answer(self, ticket: PrefillTicket, quiet: bool, doubt: str) -> None:
-        """The ticket's last message, now that its writer is quiet or must be taken for not."""
-        if ticket.link is not None:
-            self._emit(Send(ticket.link, ticket.last_message(quiet, doubt)))
-        end = PeState.QUIESCED if ticket.answer_cancel else PeState.FAILED
-        self._end(ticket, end if quiet else PeState.UNPROVEN, reason=ticket.reason, status=ticket.status)
-
-    def _quiesce_unstarted(self, link: LinkKey, cancel: Cancel, reason: str) -> None:
-        self._memory.bury(cancel.ticket, link)
-        answer = Quiesced(ticket=cancel.ticket, epoch=cancel.epoch, proven=True, reason=reason)
-        self._emit(Send(link, answer))
-
-    def _end(self, ticket: PrefillTicket, state: PeState, *, reason: str = "", status: int = 200) -> None:
-        """The ticket is over: give back what it holds, answer its call, remember it."""
-        computing = ticket.state is PeState.PREFILLING
-        ticket.move(state)
-        self.counters[f"ended_{state.value}"] += 1
-        del self._tickets[ticket.id]
-        self._memory.remember(ticket.id, "answered" if ticket.grant is not None else "refused")
-        self._writers.drop(ticket)
-        if ticket.request_id is None:
-            return
-        source: SenderEffect = ReleaseSource(ticket.request_id, ticket.id)
-        if ticket.holds_source and computing:
-            source = AbortPrefill(ticket.request_id, ticket.id)
-        if ticket.holds_source and state is PeState.GONE and not computing:
-            # Its doorbell may be in the native thread's hands and still go out: see `proven`.
-            self._kept.setdefault((ticket.told[0], ticket.told[1].epoch), []).append(source)
-        elif ticket.holds_source:
-            self._emit(source)
-        self._emit(ticket.answer_to_call(reason, status))

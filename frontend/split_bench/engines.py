@@ -64,10 +64,13 @@ class Engine:
 
 
 def plans(pe: Places, ce: Places) -> list[Plan]:
-    """The split, a single engine on the CE's devices, and one on all. Raises ValueError."""
+    """The split, a single engine on the PE's devices, and one on all. Raises ValueError.
+
+    Where the split prefills: GPUs of one host differ by some percent, of a long prompt more than its hand-over takes.
+    """
     everything = joined(pe, ce)
-    found = [Plan(f"split {pe.count}+{ce.count}", ce, pe), Plan(f"single {ce.count}", ce)]
-    if everything.count != ce.count:
+    found = [Plan(f"split {pe.count}+{ce.count}", ce, pe), Plan(f"single {pe.count}", pe)]
+    if everything.count != pe.count:
         found.append(Plan(f"single {everything.count}", everything))
     return found
 

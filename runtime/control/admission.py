@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 
-from kvrail.runtime.control.routing import PeerKey, Route
+from kvrail.runtime.control.routing import PeerKey, PeerView, Route
 from kvrail.runtime.errors import Overloaded, Unavailable
 
 __all__ = ["Admission", "Place"]
@@ -23,10 +23,20 @@ class Place:
         self.route = route
         self._admission = admission
         self._at_rank = True
-        self._at_peer = route.peer is not None
+        self._at_peer = False
         admission.at_rank[route.rank] += 1
         if route.peer is not None:
-            admission.at_peer[route.peer.key] += 1
+            self._take(route.peer)
+
+    def _take(self, peer: PeerView) -> None:
+        self._at_peer = True
+        self._admission.at_peer[peer.key] += 1
+
+    def move(self, peer: PeerView) -> None:
+        """Another prefill rank is asked, whatever has become of the one before."""
+        self.prefilled()
+        self.route = self.route._replace(peer=peer)
+        self._take(peer)
 
     def prefilled(self) -> None:
         """The prefill rank is done with it (or was never asked). Idempotent."""

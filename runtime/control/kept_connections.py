@@ -7,6 +7,7 @@ when a kept connection turns out to be closed; a POST is not.)
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 from collections.abc import Mapping
@@ -26,10 +27,11 @@ class CallFailed(Exception):
 
 
 class Reply(NamedTuple):
-    """An answer, whatever its status."""
+    """An answer, whatever its status. `retry_after_s`: what its headers ask for, if they do so in a number."""
 
     status: int
     body: bytes
+    retry_after_s: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,7 +85,7 @@ class KeptConnections:
                     content += piece
                     if len(content) > _LARGEST_REPLY:
                         raise CallFailed(f"an answer of more than {_LARGEST_REPLY >> 20} MiB")
-                return Reply(answer.status, bytes(content))
+                return Reply(answer.status, bytes(content), _retry_after_s(answer.headers))
         except aiohttp.ConnectionTimeoutError:
             raise CallFailed(f"cannot connect: no connection within {connect_s:g} s") from None
         except TimeoutError:
@@ -97,6 +99,18 @@ class KeptConnections:
     async def close(self) -> None:
         """Hang up."""
         await self._session.close()
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The finer header first: `Retry-After` knows whole seconds only (or a date, which needs a common clock)."""
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers[name]) * unit
+        except (KeyError, ValueError):
+            continue
+        if 0 <= seconds < math.inf:
+            return seconds
+    return None
 
 
 def _why(error: Exception) -> str:

@@ -32,6 +32,7 @@ from kvrail.runtime.messages import (
     FlushCache,
     Granted,
     LinkReport,
+    Move,
     Output,
     Outputs,
     PeerRank,
@@ -41,6 +42,7 @@ from kvrail.runtime.messages import (
     Ready,
     Shutdown,
     Stats,
+    Stranded,
     Submit,
     ToFront,
     ToRank,
@@ -48,9 +50,11 @@ from kvrail.runtime.messages import (
     encode,
 )
 
-__all__ = ["GenerateEvent", "PrefillEvent", "RankClient", "RankRequest"]
+__all__ = ["GenerateEvent", "PrefillEvent", "RankClient", "RankRequest", "Steering"]
 
-GenerateEvent = Granted | Deferred | Output | Failed
+# What a rank says of the way to a first token: heard at once, however slowly the client reads.
+Steering = Granted | Deferred | Stranded
+GenerateEvent = Output | Failed
 PrefillEvent = Accepted | PrefillDone
 Event = TypeVar("Event", GenerateEvent, PrefillEvent)
 
@@ -76,6 +80,7 @@ class RankRequest(Generic[Event]):
         self.ended = False
         self.called = b""
         self.on_end: Callable[[], None] = lambda: None
+        self.on_steering: Callable[[Steering], None] = lambda event: None
         self._client = client
         self._failure: Callable[[str], Event] = failure
         # None: no further events (it wakes who waits for one).
@@ -245,6 +250,10 @@ class RankClient:
         """The call to the prefill engine did not succeed."""
         self.post(PrefillFailed(request_id=request_id, ticket=ticket, reason=reason))
 
+    def move(self, request_id: str, peer: tuple[bytes, int] | None) -> None:
+        """The answer to `Stranded`."""
+        self.post(Move(request_id=request_id, peer=peer))
+
     def connect(self, peer: PeerRank) -> None:
         """Keep a link to this prefill rank."""
         self.post(Connect(peer=peer))
@@ -329,9 +338,12 @@ class RankClient:
                 for output in message.items:
                     if generating := self._generating.get(output.request_id):
                         generating._heard(output)
-            case Granted() | Deferred() | Failed():
+            case Granted() | Deferred() | Stranded():
                 if isinstance(message, Granted) and message.next_ticket:
                     self._next_ticket = message.next_ticket
+                if generating := self._generating.get(message.request_id):
+                    generating.on_steering(message)
+            case Failed():
                 if generating := self._generating.get(message.request_id):
                     generating._heard(message)
             case Accepted() | PrefillDone():

@@ -9,10 +9,23 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kvrail.runtime.errors import Unavailable
 
-__all__ = ["PeerKey", "PeerView", "Policy", "RankView", "Route", "affinity_key", "choose", "rendezvous"]
+__all__ = [
+    "MOST_ASKED",
+    "PeerKey",
+    "PeerView",
+    "Policy",
+    "RankView",
+    "Route",
+    "affinity_key",
+    "another",
+    "choose",
+    "rendezvous",
+]
 
 PeerKey = tuple[bytes, int]
 Policy = Literal["affinity", "least-loaded", "prefix"]
+# A prompt is asked of so many prefill ranks at most: one that kills its engine must not kill them all.
+MOST_ASKED = 3
 # Requests that whoever holds a prefix may have more than the idlest: beyond, waiting costs more than computing anew.
 _MORE_LOAD = 4
 
@@ -97,6 +110,22 @@ def choose(
     reachable = [peer for peer in peers if peer.key in rank.links_up]
     peer = _pick(policy, affinity, reachable, [view.name for view in reachable])
     return None if peer is None else Route(rank.rank, peer)
+
+
+def another(
+    *, policy: Policy, affinity: bytes, others: Sequence[PeerView], lost: PeerView, full: bool
+) -> PeerView | None:
+    """Which of `others` prefills what `lost` does not, or None. `full`: one without room is better than none.
+
+    Other engines come before other ranks of the same one: what ended one rank may have ended all.
+    """
+    for group in (
+        [view for view in others if view.url != lost.url],
+        [view for view in others if view.url == lost.url],
+    ):
+        if found := _pick(policy, affinity, group, [view.name for view in group]):
+            return found
+    return min(others, key=lambda view: view.load, default=None) if full else None
 
 
 def _pick(policy: Policy, affinity: bytes, views: Sequence[_View], names: Sequence[str]) -> _View | None:

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from kvrail.runtime.control.auth import token_matches
+from kvrail.runtime.control.bounded_http import BoundedHttp
 from kvrail.runtime.vllm.asgi import Reply, answer, gone, refusal, whole_body
 from kvrail.runtime.vllm.compat import decode_sampling, first_token_of, prefill_request
 from kvrail.runtime.vllm.core_tap import CoreTap
@@ -37,7 +38,11 @@ _KEEP_ALIVE_S = 30
 
 
 class CallServer:
-    """Listens from its making on, in the running event loop. An ASGI application. Raises TransferError."""
+    """Listens from its making on, in the running event loop. An ASGI application.
+
+    Raises TransferError when the port is taken, OSError (ssl.SSLError among them) for a certificate that is no good.
+    When it ends all the same, the server's state says so: nobody could call this engine any more.
+    """
 
     def __init__(self, spec: ChildSpec, tap: CoreTap, side: ServerSide) -> None:
         self._token = spec.token
@@ -48,22 +53,28 @@ class CallServer:
         listener = listen_tcp(host, spec.call_port)
         # Connections inherit it: no answer waits for the acknowledgement of the one before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                self,
-                interface="asgi3",
-                proxy_headers=False,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                ssl_certfile=spec.ssl_certfile,
-                ssl_keyfile=spec.ssl_keyfile,
-            )
+        config = uvicorn.Config(
+            self,
+            interface="asgi3",
+            http=BoundedHttp,
+            proxy_headers=False,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            ssl_certfile=spec.ssl_certfile,
+            ssl_keyfile=spec.ssl_keyfile,
         )
+        try:
+            # Here, and not when it serves: vLLM's start is to fail by it.
+            config.load()
+        except BaseException:
+            listener.close()
+            raise
+        server = uvicorn.Server(config)
         # Signals are for vLLM's own server, with whose loop this one ends.
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         self._listener = listener
@@ -72,7 +83,9 @@ class CallServer:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._listener.close()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        self._side.uncallable = "the port for calls is closed" + (f": {error!r}" if error is not None else "")
+        if error is not None:
             _log.error("no calls are taken any more", exc_info=error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from kvrail.runtime.vllm.installed import check_version
 from kvrail.runtime.vllm.spec import ChildSpec
+from kvrail.transfer.errors import TransferError
 
 __all__ = ["main"]
 
@@ -49,7 +50,15 @@ def main() -> None:
         tap = CoreTap(core)
         side = ServerSide(spec, tap, config, vllm.__version__)
         if spec.role == "pe":
-            CallServer(spec, tap, side)
+            try:
+                CallServer(spec, tap, side)
+            except (TransferError, OSError) as error:
+                logging.getLogger(__name__).error(
+                    "this prefill engine cannot start: calls could not be taken on port %d: %s",
+                    spec.call_port,
+                    error,
+                )
+                raise
         return tap
 
     replace_core_client(tapped)

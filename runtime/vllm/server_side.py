@@ -30,6 +30,8 @@ class ServerSide:
         self.counters = SplitCounters()
         # Prefill calls that have not been answered.
         self.load = 0
+        # Why nobody can call this prefill engine although its core is well, or "".
+        self.uncallable = ""
         self._spec = spec
         self._version = version
         self._model = model_digest(config)
@@ -93,7 +95,7 @@ class ServerSide:
             requests=client.output_processor.get_num_unfinished_requests() + self.load,
             peers=self._peers.states if self._peers is not None else (),
             unsplit=self._splitter.unsplit if self._splitter is not None else "",
-            trouble=self.core.trouble,
+            trouble=self.core.trouble or self.uncallable,
         )
 
     def why_refused(self, call: PrefillCall, tokens: int) -> tuple[int, str] | None:

@@ -109,6 +109,7 @@ class Service:
             stack.callback(context.close)
             reactor = open_reactor(context, spin_us=0, copy_threads=1, cuda=memory.cuda)
             stack.callback(reactor.close)
+            self._reactor = reactor
             geometry = memory.geometry
             ranges = [
                 ForeignPool(
@@ -266,7 +267,15 @@ class Service:
                 if key is not None:
                     links[key] = f"{host}:{port}", role.arrived[host, port]
         if self._status_file is not None:
-            self._status_file.tick(now, links, lambda: (role.gauges(), role.counters))
+            self._status_file.tick(now, links, lambda: (role.gauges(), self._counts()))
+
+    def _counts(self) -> dict[str, float]:
+        """Counters for the front; of pushes that a GPU makes also how long it had any, which gives their speed."""
+        found: dict[str, float] = dict(self.role.counters)
+        if self.cuda is not None and isinstance(self.role, Pushing):
+            stats = self._reactor.stats()
+            found |= {"gpu_copied_bytes": stats["gpu_bytes"], "gpu_copying_seconds": stats["gpu_ns"] / 1e9}
+        return found
 
     def _refuse_all(self, poller: select.epoll) -> None:
         """vLLM must not wait for a thread that failed."""

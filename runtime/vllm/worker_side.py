@@ -7,6 +7,7 @@ What a step costs is a queue entry and an eventfd write, and nothing at all when
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from kvrail.runtime.vllm.gpu_worker import stream_of
@@ -23,8 +24,9 @@ _log = logging.getLogger(__name__)
 # How long a step may wait for pushes out of blocks that vLLM takes back; each takes milliseconds.
 _SETTLE_S = 1.0
 # While requests are parked and nothing runs, vLLM asks again and again, and would keep two cores busy with it. What it
-# asks for wakes it at once; only a request that comes in just then waits this long.
-_IDLE_S = 0.002
+# asks for wakes it at once; only a request that comes in just then waits: 2 ms at most, or, when nothing has happened
+# for longer, a share of that time, for then long prompts are computed elsewhere.
+_IDLE_S, _MOST_IDLE_S, _IDLE_SHARE = 0.002, 0.010, 1 / 8
 
 
 class WorkerSide:
@@ -34,6 +36,10 @@ class WorkerSide:
         self._service: Service | None = None
         self._facts: StepFacts | None = None
         self._idle = False
+        # Since when steps compute nothing and have nothing new to tell; 0.0 while they do.
+        self._idle_since = 0.0
+        # The last outcome had something in it.
+        self._told = False
         self._news = ForScheduler()
 
     def start(self, service: Service) -> None:
@@ -43,6 +49,8 @@ class WorkerSide:
     def before_forward(self, facts: StepFacts) -> None:
         """A step begins: what does not wait for its forward pass goes out now."""
         self._facts, self._idle = facts, facts.idle
+        if facts.early or not facts.idle:
+            self._idle_since = 0.0
         if self._service is None:
             return
         if facts.preempted:
@@ -70,11 +78,16 @@ class WorkerSide:
         """What has happened since the last step. Its news are kept for `take_news` as well."""
         if self._service is None:
             return Outcome()
-        if self._idle:
+        if self._idle and not self._told:
             # Here, and not behind the forward pass: GPU runners leave out what follows a pass that there is none of.
-            self._idle = False
-            self._service.results.wait(_IDLE_S)
+            # vLLM acts on an outcome behind the step after it (it has two steps under way): that one must not wait.
+            now = time.monotonic()
+            self._idle_since = self._idle_since or now
+            share_s = _IDLE_SHARE * (now - self._idle_since)
+            self._service.results.wait(min(max(_IDLE_S, share_s), _MOST_IDLE_S))
+        self._idle = False
         outcome = self._service.results.take()
+        self._told = outcome != Outcome()
         self._news = outcome.news
         return outcome
 

@@ -25,10 +25,12 @@ SAID = {"do_remote_prefill": True, "remote_port": 7}
 class Engine:
     def __init__(self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.names: list[str | None] = []
         app = web.Application()
 
         async def complete(request: web.Request) -> web.StreamResponse:
             self.asked.append(await request.json())
+            self.names.append(request.headers.get("x-request-id"))
             return await answer(request)
 
         app.router.add_post("/v1/completions", complete)
@@ -75,6 +77,8 @@ def test_both_engines_are_asked_and_the_stream_is_passed_on_as_it_comes() -> Non
             assert (first["max_tokens"], first["stream"], "stream_options" in first) == (1, False, False)
             assert first["kv_transfer_params"]["do_remote_decode"]
             assert decode.asked == [{**body, "kv_transfer_params": SAID}]
+            # By its name the one that pushes knows which prefill is wanted.
+            assert prefill.names == decode.names != [None]
             app = application(str(busy.server.make_url("")), str(decode.server.make_url("")))
             async with TestClient(TestServer(app)) as client:
                 refused = await client.post("/v1/completions", json=body)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.cuda_peer import CudaPeer
 from gpu.cuda_rig import CudaModels
+from kit.failed_frames import pytest_runtest_makereport
 from kit.remote import Remote
 from kvrail.kernels.page_copy import KernelsUnavailable, PageCopier, PageKernels
 from kvrail.runtime.checkpoint import open_checkpoint
@@ -25,6 +26,9 @@ from kvrail.transfer.errors import CudaFailed
 if TYPE_CHECKING:
     from kvrail.transfer._ucx import CudaDevice
 
+
+# A tensor over a pool must not live on in the frames of a failed test, or the pool cannot be closed.
+__all__ = ["pytest_runtest_makereport"]
 
 _PEER = Path(__file__).with_name("cuda_peer.py")
 

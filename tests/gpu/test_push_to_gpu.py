@@ -53,7 +53,7 @@ def test_scattered_pages_land_and_no_other_byte(
     here.take(EventKind.RUNG)
     assert (writer.posted, writer.done, writer.failed) == (len(source), len(source), 0)
     stats = here.reactor.stats()
-    assert (stats["gpu_bytes"] > 0) == (way != "put")
+    assert (stats["gpu_bytes"] > 0) == (stats["gpu_ns"] > 0) == (way != "put")
     assert (stats["put_bytes"] > 0) == (way == "put")
     writer.stop()
     assert here.take(EventKind.QUIET)[0][2:4] == (7, 0)

@@ -16,7 +16,16 @@ from kit.asking import Asking, ask, make_prompt
 from kit.cluster import Server, serving, wait_until
 from kit.slow_model import write_slow_model
 
-__all__ = ["LONG", "PAGE_TOKENS", "SMALL_LONGEST", "Breakable", "breakable_split", "held", "wait_idle"]
+__all__ = [
+    "COMMON",
+    "LONG",
+    "PAGE_TOKENS",
+    "SMALL_LONGEST",
+    "Breakable",
+    "breakable_split",
+    "held",
+    "wait_idle",
+]
 
 PAGE_TOKENS = 16
 # A prompt of thirty pages, which the PE computes in steps of one page.

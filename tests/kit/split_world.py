@@ -450,6 +450,6 @@ class SplitWorld:
         assert not self.completion._waiting
         assert not self.prefilling._calls
         assert not len(self.prefilling._writers)
-        assert not self.sender._kept
+        assert not self.sender._endings._kept
         assert not any(self.receiver.gauges().values())
         assert not any(self.sender.gauges().values())

@@ -59,10 +59,15 @@ def test_command_writes_table_and_records(tmp_path: Path) -> None:
     ways = {(record["lane"], record["transport"]) for record in records}
     expected = {("shm", "memcpy"), ("put", "cma"), ("put", "tcp"), ("socket", "tcp"), ("memcpy", "memcpy")}
     assert ways - {("nixl", "ucx")} == expected
+    awake = {record["lane"] for record in records if record["mode"] == "awake"}
+    assert awake - {"nixl"} == {"shm", "put"}, "ways that know one manner of waiting are not measured again"
     for record in records:
         assert record.keys() >= FIELDS
         assert record["verified"] is True
         assert (record["page_bytes"], record["pages"], record["rounds"]) == (4096, 8, 2)
+        lane, mode = record["lane"], record["mode"]
+        ours = {"asleep": "sleep", "awake": "spin" if (os.cpu_count() or 1) <= 2 else "poll"}[mode]
+        assert record["threads"] == {"nixl": "poll", "shm": ours, "put": ours}.get(lane, "sleep")
         assert 0 < record["median_us"] <= record["p99_us"]
         # Both are rounded.
         assert record["gb_per_s"] == pytest.approx(8 * 4096 / record["median_us"] / 1000, rel=0.05, abs=1e-3)
@@ -82,9 +87,10 @@ def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         push(self, number, source[:-1], target[:-1])
 
     monkeypatch.setattr(bench_session.LinkWay, "push", forgetful)
-    (record,) = measure(Plan({"host->host": ((4096, 4),)}, ("shm",), 1, latency=False), say=print)
-    assert isinstance(record, Record)
-    assert record.verified is False
+    asleep, awake = measure(Plan({"host->host": ((4096, 4),)}, ("shm",), 1, latency=False), say=print)
+    for record, mode in ((asleep, "asleep"), (awake, "awake")):
+        assert isinstance(record, Record)
+        assert (record.verified, record.mode) == (False, mode)
 
 
 def test_ctrl_c_is_no_traceback() -> None:

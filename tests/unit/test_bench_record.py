@@ -40,6 +40,18 @@ def test_the_longest_rows_fit_into_80_columns() -> None:
     assert "same" not in text
 
 
+def test_batches_of_both_modes_stand_apart() -> None:
+    def batch(threads: str, mode: str) -> Record:
+        return Record.of("nixl", "ucx", "host->host", (4096, 16), [9.0], True, "thp", threads, mode=mode)
+
+    lines = [line.rstrip() for line in shown(batch("poll", "asleep"), batch("spin", "awake")).splitlines()]
+    first, second = (
+        next(n for n, line in enumerate(lines) if end in line) for end in ("x 16  ", "x 16 awake")
+    )
+    assert second == first + 2
+    assert not lines[first + 1]
+
+
 def test_pages_that_did_not_arrive() -> None:
     text = shown(record(1_645_802.4, 131072), record(987_654.3, 1, pace="paused", verified=False))
     assert "…" not in text

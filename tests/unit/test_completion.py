@@ -3,73 +3,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from kvrail.runtime.completion import Completion
-from kvrail.runtime.messages import Abort, Deferred, Failed, Granted, PrefillFailed, Sampling, Submit
-from kvrail.transfer.layout import PageLayout
-from kvrail.transfer.link_events import LinkKey, Received
-from kvrail.transfer.pages import PagePool
-from kvrail.transfer.receiver import Receiver
-from kvrail.transfer.wire import Beat, Doorbell, TicketBeat, pack_u32
-
-LAYOUT = PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=1, dtype="float32", page_tokens=16)
-A, B, OTHER = (LinkKey(name * 16, 0) for name in (b"a", b"b", b"o"))
-SAMPLING = Sampling(max_tokens=4, seed=1)
-
-
-class Bench:
-    """A real ledger over a pool of 40 pages (16 a link, 4 kept back); the engine and the links only take notes."""
-
-    def __init__(self, seats: int = 8) -> None:
-        self.sent: list[Any] = []
-        self.local: list[str] = []
-        pool = PagePool(40, growth_reserve=4)
-        self.receiver = Receiver(pool, LAYOUT, incarnation=b"c" * 16, rank=0, link_share=0.4)
-        for key in (A, B):
-            self.receiver.link_up(0, key, 1, "worker")
-        engine: Any = SimpleNamespace(
-            layout=LAYOUT,
-            add=lambda request, tokens, sampling, cache: self.local.append(request),
-            abort=lambda request: None,
-            prefix_keys=lambda tokens, cache: [],
-            has_work=True,
-        )
-        links: Any = SimpleNamespace(send=lambda key, message: None, fence=lambda key, reason: None)
-        self.role = Completion(
-            engine=engine,
-            pool=pool,
-            pools=SimpleNamespace(),  # type: ignore[arg-type]
-            links=links,
-            receiver=self.receiver,
-            send=self.sent.append,
-            verify_share=0.0,
-            seats=seats,
-            largest_ticket=16,
-        )
-
-    def submit(self, request: str, peer: LinkKey, pages: int, **options: Any) -> None:
-        tokens = pack_u32([1] * (pages * 16))
-        self.role.handle(
-            0,
-            Submit(request_id=request, tokens=tokens, sampling=SAMPLING, peer=tuple(peer), **options),
-        )
-
-    def told(self, now: float = 1) -> list[Any]:
-        """What the front hears in one turn."""
-        self.role.tick(now)
-        sent = list(self.sent)
-        self.sent.clear()
-        return sent
-
-    def granted(self, now: float = 1) -> list[str]:
-        self.role.tick(now)
-        found = [message.request_id for message in self.sent if isinstance(message, Granted)]
-        self.sent[:] = [message for message in self.sent if not isinstance(message, Granted)]
-        return found
+from kit.completion_bench import OTHER, A, B, Bench
+from kvrail.runtime.messages import Abort, Deferred, Failed, Granted, PrefillFailed
+from kvrail.transfer.link_events import Received
+from kvrail.transfer.wire import Beat, Doorbell, TicketBeat
 
 
 def test_a_used_up_share_holds_up_its_own_link_only() -> None:

@@ -86,14 +86,36 @@ def test_one_connection_serves_call_after_call() -> None:
     async def test() -> None:
         chunked = b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
         async with talking(GOOD, chunked, b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD) as (server, connections):
-            assert await post(connections, server.url) == (200, b"ok")
+            assert await post(connections, server.url) == (200, b"ok", None)
             reply = await post(connections, server.url)
-            assert (reply, reply.ok) == ((503, b"abcde"), False)
+            assert (reply[:2], reply.ok) == ((503, b"abcde"), False)
             assert (await post(connections, server.url)).ok
             assert server.connections == 1
             assert server.requests[0].startswith(b"POST /prefill HTTP/1.1\r\n")
             assert server.requests[0].endswith(b"\r\n\r\nabc")
             assert b"X-Name: value" in server.requests[0]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        (b"", None),
+        (b"Retry-After: 3\r\n", 3.0),
+        (b"Retry-After: 1\r\nRetry-After-Ms: 50\r\n", 0.05),
+        (b"Retry-After: 2\r\nRetry-After-Ms: soon\r\n", 2.0),
+        (b"Retry-After: Wed, 21 Oct 2026 07:28:00 GMT\r\n", None),
+        (b"Retry-After: -1\r\n", None),
+        (b"Retry-After: inf\r\n", None),
+        (b"Retry-After: nan\r\n", None),
+    ],
+)
+def test_when_to_ask_again_is_read_from_the_headers(headers: bytes, seconds: float | None) -> None:
+    async def test() -> None:
+        full = b"HTTP/1.1 429 Full\r\n" + headers + b"Content-Length: 0\r\n\r\n"
+        async with talking(full) as (server, connections):
+            assert (await post(connections, server.url)).retry_after_s == seconds
 
     run(test)
 

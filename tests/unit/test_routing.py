@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvrail.runtime.control.routing import PeerView, RankView, Route, affinity_key, choose, rendezvous
+from kvrail.runtime.control.routing import (
+    PeerView,
+    RankView,
+    Route,
+    affinity_key,
+    another,
+    choose,
+    rendezvous,
+)
 from kvrail.runtime.errors import Unavailable
 
 KEYS = [affinity_key(f"conversation {n}") for n in range(300)]
@@ -118,3 +126,22 @@ def test_a_rank_whose_peers_are_full_does_not_hide_another() -> None:
     full, free = peer(1, load=4), peer(2)
     for key in KEYS[:20]:
         assert route([linked(0, full), linked(1, free)], [full, free], affinity=key) == Route(1, free)
+
+
+@pytest.mark.parametrize("policy", ["affinity", "least-loaded", "prefix"])
+def test_another_peer_is_one_of_another_engine_with_room(policy: Any) -> None:
+    lost = peer(1)
+    sibling = lost._replace(key=(bytes([1]) * 16, 1), name="http://pe1#1")
+    full, free, idle = peer(2, load=4), peer(3, load=2), peer(4)
+
+    def choice(*others: PeerView, full: bool = False, key: bytes = KEYS[0]) -> PeerView | None:
+        return another(policy=policy, affinity=key, others=others, lost=lost, full=full)
+
+    for key in KEYS[:20]:
+        assert choice(sibling, full, free, key=key) == free, "what ended one rank may have ended its engine"
+    assert choice(sibling, full) == sibling
+    assert choice(full) is None
+    assert choice(full, peer(5, load=9), full=True) == full
+    assert choice(full=True) is None
+    if policy != "affinity":
+        assert choice(free, idle) == idle

@@ -94,6 +94,9 @@ BAD = [
     ("pythonic", "[weather('Köln')]"),
     ("pythonic", "[" * 5000),
     ("mistral", "[TOOL_CALLS] weather?"),
+    ("mistral", "[TOOL_CALLS][1]"),
+    ("hermes", "<tool_call>0"),
+    ("hermes", '<tool_call>["now"]</tool_call>'),
     ("deepseek_v3", f"<{T}tool{S}call{S}begin{T}>now"),
     ("deepseek_v32", f'<{T}DSML{T}invoke name="weather'),
 ]

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kit.vllm_pair import free_port
+from kvrail.runtime.vllm import worker_side
 from kvrail.runtime.vllm.kv_tensors import TensorView, geometry_of
 from kvrail.runtime.vllm.meta import Call, Finished, Load, StepFacts
 from kvrail.runtime.vllm.results import Outcome
@@ -95,4 +97,56 @@ def test_a_step_without_a_forward_pass_waits_for_news(tmp_path: Path) -> None:
     load = Load("r", os.urandom(16), ("127.0.0.1", 10), 0, 16, [1])
     side.before_forward(StepFacts(loads=[load], idle=True))
     assert outcomes(side, lambda one: bool(one.received)).failed == {"r"}
+    side.close()
+
+
+def test_the_step_behind_one_that_had_news_does_not_wait(tmp_path: Path) -> None:
+    """vLLM has two steps under way: it hears what one of them told when the next one is done."""
+    made = service("kv_consumer", tmp_path)
+    side = WorkerSide()
+    side.start(made)
+    waited: list[float] = []
+    made.results.wait = waited.append  # type: ignore[method-assign]
+
+    def step() -> int:
+        waited.clear()
+        side.before_forward(StepFacts(idle=True))
+        side.outcome()
+        return len(waited)
+
+    assert step() == 1
+    made.results.received("r")
+    assert [step(), step(), step()] == [1, 0, 1]
+    side.close()
+
+
+def test_the_longer_nothing_happens_the_less_often_vllm_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = service("kv_consumer", tmp_path)
+    side = WorkerSide()
+    side.start(made)
+    now, waited = 100.0, 0.0
+    monkeypatch.setattr(worker_side, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def wait(within_s: float) -> None:
+        nonlocal waited
+        waited = within_s
+
+    made.results.wait = wait  # type: ignore[method-assign]
+
+    def step(at: float, facts: StepFacts) -> float:
+        nonlocal now, waited
+        now, waited = at, 0.0
+        side.before_forward(facts)
+        side.outcome()
+        return waited
+
+    steps = [(100.0, 0.002), (100.01, 0.002), (100.04, 0.005), (101.0, 0.010), (160.0, 0.010)]
+    for at, expected in steps:
+        assert step(at, StepFacts(idle=True)) == pytest.approx(expected)
+    # Something new, or a step that computes: what is waited for next may be short.
+    assert step(161.0, StepFacts(cancelled=["nobody"], idle=True)) == 0.002
+    assert step(162.0, StepFacts()) == 0.0
+    assert step(163.0, StepFacts(idle=True)) == 0.002
     side.close()

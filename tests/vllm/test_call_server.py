@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import warnings
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import trustme
+import uvicorn
 
 with warnings.catch_warnings():
     # Those of torch, with which vLLM compiles as it is imported.
@@ -37,7 +39,7 @@ from kvrail.runtime.vllm.core_tap import CoreTap
 from kvrail.runtime.vllm.counters import SplitCounters
 from kvrail.runtime.vllm.ports import free_ports
 from kvrail.runtime.vllm.server_side import ServerSide
-from kvrail.runtime.vllm.spec import PREFILL_ROUTE, ChildSpec, FirstToken, PrefillCall
+from kvrail.runtime.vllm.spec import PREFILL_ROUTE, ChildSpec, FirstToken, PrefillCall, ServerState
 from kvrail.transfer.wire import pack_u32
 
 TOKEN = b"a token of the cluster"
@@ -92,10 +94,13 @@ class Engine:
         # As vLLM's serving layer does, for what is not taken aside.
         self.reading = asyncio.create_task(self.tap.get_output_async())
 
-    def call(self, **changes: Any) -> PrefillCall:
-        card = self.side.state(
+    def state(self) -> ServerState:
+        return self.side.state(
             SimpleNamespace(output_processor=SimpleNamespace(get_num_unfinished_requests=int))
-        ).card
+        )
+
+    def call(self, **changes: Any) -> PrefillCall:
+        card = self.state().card
         fields: dict[str, Any] = {
             "version": card.version,
             "model": card.model,
@@ -230,5 +235,54 @@ def test_tls(tmp_path: Path) -> None:
             answer = await to.ask(b"POST", PREFILL_ROUTE.encode(), headers, b"?")
             assert (answer.status, b"no PrefillCall" in await answer.whole(1000)) == (400, True)
             to.close()
+
+    asyncio.run(test())
+
+
+def test_a_certificate_that_is_none_fails_the_start_and_leaves_the_port(tmp_path: Path) -> None:
+    (tmp_path / "cert").write_text("nothing")
+    files = {"ssl_certfile": str(tmp_path / "cert"), "ssl_keyfile": str(tmp_path / "cert")}
+
+    async def test() -> None:
+        with pytest.raises(ssl.SSLError):
+            Engine(ssl.create_default_context(), **files)
+
+    asyncio.run(test())
+
+
+def test_a_port_that_takes_no_calls_any_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine would look well, and every call to it fail."""
+
+    async def fails(_: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        raise OSError("for this test")
+
+    async def test() -> None:
+        async with serving() as engine:
+            assert engine.state().trouble == ""
+        monkeypatch.setattr(uvicorn.Server, "serve", fails)
+        async with serving() as engine:
+            await until(lambda: engine.state().trouble)
+            assert engine.state().trouble == "the port for calls is closed: OSError('for this test')"
+            with pytest.raises(CallFailed):
+                await engine.ask(engine.call())
+
+    asyncio.run(test())
+
+
+def test_what_is_no_call_at_all_is_refused_in_json() -> None:
+    async def test() -> None:
+        async with serving() as engine:
+            for request, status in (
+                (b"?\r\n\r\n", b"400"),
+                (b"GET / HTTP/1.1\r\nx-a: " + b"a" * 70_000, b"431"),
+            ):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", int(engine.url.rpartition(":")[2])
+                )
+                writer.write(request)
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                assert head.split()[1] == status
+                assert set(msgspec.json.decode(body)["error"]) == {"message", "type", "param", "code"}
+                writer.close()
 
     asyncio.run(test())

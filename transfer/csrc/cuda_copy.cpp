@@ -20,8 +20,9 @@ constexpr Nanos kNap = 20 * kMicro;
 
 }  // namespace
 
-CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device)
+CudaCopier::CudaCopier(std::shared_ptr<CudaDevice> device, Stats::Count& busy_ns)
     : device_(std::move(device)),
+      busy_ns_(busy_ns),
       stream_(*device_),
       uploads_(*device_),
       indices_(*device_, kSlices * kPlaceBytes),
@@ -55,7 +56,9 @@ const GpuSlice& CudaCopier::launch(std::shared_ptr<Writer> writer, const std::sh
     throw;
   }
   next_place_ = (place + 1) % kSlices;
-  running_.push_back({std::move(slice), place, now_ns()});
+  const Nanos now = now_ns();
+  if (running_.empty()) busy_since_ = now;
+  running_.push_back({std::move(slice), place, now});
   return running_.back().slice;
 }
 
@@ -134,6 +137,7 @@ unsigned CudaCopier::poll(const std::function<void(GpuSlice)>& over) {
     running_.pop_front();
     slice.error = std::move(error);
     ++count;
+    if (running_.empty()) busy_ns_ += static_cast<std::uint64_t>(now_ns() - busy_since_);
     over(std::move(slice));
   }
   return count;

@@ -18,6 +18,7 @@
 #include "batch.h"
 #include "clock.h"
 #include "cuda_scratch.h"
+#include "stats.h"
 
 namespace kvrail {
 
@@ -34,7 +35,8 @@ struct GpuSlice {
 
 class CudaCopier {
  public:
-  explicit CudaCopier(std::shared_ptr<CudaDevice> device);
+  // `busy_ns` grows by the time in which copies were under way.
+  CudaCopier(std::shared_ptr<CudaDevice> device, Stats::Count& busy_ns);
   // Waits for what is under way.
   ~CudaCopier();
 
@@ -71,6 +73,8 @@ class CudaCopier {
   void launch_copies(Batch& batch, GpuSlice& slice);
 
   const std::shared_ptr<CudaDevice> device_;
+  Stats::Count& busy_ns_;
+  Nanos busy_since_ = 0;
   CudaStream stream_;
   // Index arrays go to the GPU beside the kernel before theirs, not after it.
   CudaStream uploads_;

@@ -84,6 +84,7 @@ nb::dict stats(PyReactor& self) {
   put("copied_bytes", stats.copied_bytes);
   put("gpu_slices", stats.gpu_slices);
   put("gpu_bytes", stats.gpu_bytes);
+  put("gpu_ns", stats.gpu_ns);
   put("stream_frames", stats.stream_frames);
   put("stream_bytes", stats.stream_bytes);
   put("stream_frames_received", stats.stream_frames_received);

@@ -45,7 +45,7 @@ Reactor::Reactor(std::shared_ptr<Context> context, Nanos spin, unsigned copy_thr
       epoll_fd_(epoll_create1(EPOLL_CLOEXEC), "reactor: epoll_create1"),
       wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "reactor: eventfd"),
       cuda_(std::move(cuda)),
-      gpu_(cuda_ ? std::make_unique<CudaCopier>(cuda_) : nullptr) {
+      gpu_(cuda_ ? std::make_unique<CudaCopier>(cuda_, stats_.gpu_ns) : nullptr) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = kWakeTag;

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server of ours keeps of a head that does not end, and how it refuses what is no HTTP: on both its ports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from kvrail.runtime.control.bounded_http import LARGEST_HEAD, BoundedHttp
+
+START = b"POST /x HTTP/1.1\r\nHost: x\r\n"
+MUCH = b"a" * (LARGEST_HEAD // 4)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]}
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    server = uvicorn.Server(
+        uvicorn.Config(echo, http=BoundedHttp, port=0, lifespan="off", log_config=None, ws="none")
+    )
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    await task
+
+
+def long_value() -> Iterator[bytes]:
+    yield START + b"x-a: "
+    while True:
+        yield MUCH
+
+
+def many_headers() -> Iterator[bytes]:
+    yield START
+    while True:
+        yield b"x-a: " + MUCH + b"\r\n"
+
+
+def long_target() -> Iterator[bytes]:
+    yield b"POST /"
+    while True:
+        yield MUCH
+
+
+def many_trailers() -> Iterator[bytes]:
+    yield START + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+    while True:
+        yield b"x-a: " + MUCH + b"\r\n"
+
+
+async def told(port: int, parts: Iterator[bytes]) -> tuple[int, bytes]:
+    """How much of it is taken, and what is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent, answered = 0, b""
+    for part in parts:
+        writer.write(part)
+        sent += len(part)
+        # Whatever is answered is read before more is sent, which would reset the connection.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                answered = await reader.read(4096)
+                break
+    writer.close()
+    return sent, answered
+
+
+@pytest.mark.parametrize("parts", [long_value, many_headers, long_target, many_trailers])
+def test_an_endless_head_is_refused(parts: Any) -> None:
+    async def test() -> tuple[int, bytes]:
+        async with serving() as port, asyncio.timeout(20):
+            return await told(port, parts())
+
+    sent, answered = asyncio.run(test())
+    assert LARGEST_HEAD < sent < 2 * LARGEST_HEAD
+    head, _, body = answered.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert b"content-type: application/json" in head
+    assert str(LARGEST_HEAD) in json.loads(body)["error"]["message"]
+
+
+def test_what_is_no_http_is_refused_in_json() -> None:
+    async def test() -> tuple[int, bytes]:
+        async with serving() as port, asyncio.timeout(20):
+            return await told(port, iter([b"\0\1\2 nothing\r\n\r\n"]))
+
+    _, answered = asyncio.run(test())
+    head, _, body = answered.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json")
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_large_bodies_and_many_requests_on_one_connection_pass() -> None:
+    async def test() -> None:
+        async with serving() as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b"b" * (3 * LARGEST_HEAD)
+            for number in range(6):
+                if number % 2:
+                    pieces = [b"10000\r\n" + body[:0x10000] + b"\r\n"] * 3 + [b"0\r\n\r\n"]
+                    framing = b"Transfer-Encoding: chunked"
+                else:
+                    pieces, framing = [body], b"Content-Length: %d" % len(body)
+                # Heads of this size add up to more than one may have.
+                writer.write(START + b"x-a: " + MUCH + b"\r\n" + framing + b"\r\n\r\n" + b"".join(pieces))
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                assert await reader.readexactly(len(body)) == body
+            writer.close()
+
+    asyncio.run(test())
