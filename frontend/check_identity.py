@@ -24,6 +24,7 @@ from rich.console import Console
 
 from kvrail.frontend.asking import ask, asker
 from kvrail.frontend.two_servers import refuse_no_lane, split_card
+from kvrail.runtime.config_checks import LANES
 
 __all__ = ["Report", "check", "main", "make_prompts", "pages_received"]
 
@@ -225,7 +226,7 @@ def main(
     split: Annotated[str, typer.Option(help="URL of the CE of a split")],
     expect_lane: Annotated[
         str | None,
-        typer.Option(help="lane that must carry the pages: shm, peer, put/cma, put/tcp, put/cuda_ipc"),
+        typer.Option(help=f"lane that must carry the pages: {LANES}"),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated rounds")] = "1,8",

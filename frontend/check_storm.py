@@ -29,6 +29,7 @@ from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.request import Target, post
 from kvrail.frontend.refusing import refuse
 from kvrail.frontend.two_servers import refuse_no_lane, split_card
+from kvrail.runtime.config_checks import LANES
 
 __all__ = ["HELD", "StormReport", "main", "storm"]
 
@@ -210,9 +211,7 @@ def main(
         int | None, typer.Option(min=1, help="and of the longest (default: half the model's)")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
-    expect_lane: Annotated[
-        str | None, typer.Option(help="lane that must carry the pages: shm, put/cma, put/tcp, peer")
-    ] = None,
+    expect_lane: Annotated[str | None, typer.Option(help=f"lane that must carry the pages: {LANES}")] = None,
     within: Annotated[float, typer.Option(min=1, help="seconds until nothing may be held any more")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="other prompts and moments")] = 1,
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,

@@ -140,7 +140,7 @@ def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table
 
 def _devices(wanted: str, lane: str) -> Devices:
     """Where the engines run. `wanted`: auto, cpu or cuda."""
-    if wanted == "cpu" or (wanted == "auto" and lane == "shm"):
+    if wanted == "cpu" or (wanted == "auto" and lane in ("shm", "stream")):
         return Devices("cpu", "cpu")
     found = look()
     if found.reason and (wanted == "cuda" or lane == "peer"):
@@ -190,7 +190,7 @@ def main(
     keep: Annotated[
         bool, typer.Option("--keep", help="leave the servers running and print a curl line")
     ] = False,
-    lane: Annotated[str, typer.Option(help="auto, shm, peer or put")] = "auto",
+    lane: Annotated[str, typer.Option(help="auto, shm, peer, stream or put")] = "auto",
     question: Annotated[str, typer.Option(help="what to ask")] = QUESTION,
     dtype: Annotated[str, typer.Option(help="float32 (identity must hold) or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or GPUs where they serve (auto)")] = "auto",
@@ -198,7 +198,7 @@ def main(
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
     # Before anything is fetched.
     for name, given, possible in (
-        ("lane", lane, ("auto", "shm", "peer", "put")),
+        ("lane", lane, ("auto", "shm", "peer", "stream", "put")),
         ("device", device, ("auto", "cpu", "cuda")),
         ("dtype", dtype, ("float32", "bfloat16")),
     ):

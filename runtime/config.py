@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvrail.runtime.config_checks import check_lane, check_ranges, is_base_url, is_http_url, is_origin
+from kvrail.runtime.config_checks import LANES, check_lane, check_ranges, is_base_url, is_http_url, is_origin
 from kvrail.runtime.errors import ConfigError
 
 __all__ = [
@@ -141,16 +141,14 @@ class LaunchConfig:
     tokenizer_verify_rate: float = _setting(
         0.01, "share of texts that fastokens and hf both tokenise; a difference ends the use of fastokens"
     )
-    lane: Literal["auto", "shm", "peer", "put"] = _setting(
+    lane: Literal["auto", "shm", "peer", "stream", "put"] = _setting(
         "auto",
-        "how pages travel: shared memory, copies into the peer's GPU memory, UCX put, or the best that works",
+        "how pages travel: shared memory, copies into the peer's GPU memory, TCP, UCX put, or the best that works",
     )
     put_transport: Literal["auto", "cma", "tcp"] = _setting(
         "auto", "which UCX transport lane put may use (auto for pages in GPU memory)"
     )
-    require_lane: str | None = _setting(
-        None, "refuse links that do not get this lane (shm, peer, put, put/cma, put/tcp, put/cuda_ipc)"
-    )
+    require_lane: str | None = _setting(None, f"refuse links that do not get this lane ({LANES})")
     local_prefill: Literal["auto", "never", "always"] = _setting(
         "auto", "ce: prefill here when no prefill engine can (auto), never, or always"
     )
@@ -256,7 +254,8 @@ class LaunchConfig:
             f"--put-transport {self.put_transport} is for host memory: UCX cannot put from or into a GPU over it alone",
         )
         _require(
-            not on_gpu or self.lane != "shm", f"--lane shm is for host memory, not for --device {self.device}"
+            not on_gpu or self.lane not in ("shm", "stream"),
+            f"--lane {self.lane} is for host memory, not for --device {self.device}",
         )
         _require(
             on_gpu or self.lane != "peer" or self.role == "pe",

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from kvrail.runtime.errors import ConfigError
 
-__all__ = ["check_lane", "check_ranges", "is_base_url", "is_http_url", "is_lane", "is_origin"]
+__all__ = ["LANES", "check_lane", "check_ranges", "is_base_url", "is_http_url", "is_lane", "is_origin"]
 
-
+# What a lane may be called, for people (put/ takes other transports of UCX as well).
+LANES = "shm, peer, stream, put, put/cma, put/tcp or put/cuda_ipc"
 # Indices of pages and slots are 32 bits wide, of which Python's engines use 31.
 _MOST = 2**31 - 1
 _MOST_GIB = 2**20
@@ -86,9 +87,9 @@ def is_origin(text: str) -> bool:
 
 
 def is_lane(label: str) -> bool:
-    """Whether a lane may be called so: shm, peer, put, or put/ and a transport."""
+    """Whether a lane may be called so: shm, peer, stream, put, or put/ and a transport."""
     name, slash, transport = label.partition("/")
-    return name == "put" and bool(transport) if slash else name in ("shm", "peer", "put")
+    return name == "put" and bool(transport) if slash else name in ("shm", "peer", "stream", "put")
 
 
 def check_lane(required: str | None, lane: str, put_transport: str) -> None:
@@ -97,9 +98,7 @@ def check_lane(required: str | None, lane: str, put_transport: str) -> None:
         return
     name, _, transport = required.partition("/")
     if not is_lane(required):
-        raise ConfigError(
-            f"--require-lane {required}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc"
-        )
+        raise ConfigError(f"--require-lane {required}: must be {LANES}")
     if lane not in ("auto", name):
         raise ConfigError(f"--require-lane {required} cannot hold with --lane {lane}")
     if transport and put_transport not in ("auto", transport):

@@ -116,10 +116,10 @@ class Listener:
             self._report(LinkRefusal(key, reason), now)
 
     def _handshake(self, talk: Talk) -> Generator[Turn | None, Frame, Turn]:
-        def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...]) -> Accept:
+        def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...], secret: bytes) -> Accept:
             talk.key = key
             try:
-                return self._judge(key, offer, fds, talk)
+                return self._judge(key, offer, fds, secret, talk)
             except BaseException:
                 for fd in fds if not talk.fds else ():
                     os.close(fd)
@@ -133,7 +133,7 @@ class Listener:
 
         return handshake.accepting(self._setup.token, self._setup.me, os.urandom(32), judge, introduce)
 
-    def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], talk: Talk) -> Accept:
+    def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], secret: bytes, talk: Talk) -> Accept:
         setup = self._setup
         if offer.ucx[:2] != setup.ucx_version[:2]:
             ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
@@ -141,7 +141,7 @@ class Listener:
         require_equal(setup.layout, offer.layout)
         if not (
             0 <= offer.epoch < 1 << 32 and 0 <= offer.cookie < 1 << 64 and 0 <= offer.probe_unit < 1 << 31
-        ):
+        ) or (offer.stream and not 0 < offer.stream[1] < 1 << 16):
             raise LinkRefused("a number in the offer is out of range")
         last = self._last_epoch.get(key, 0)
         if offer.epoch <= last:
@@ -158,7 +158,7 @@ class Listener:
         # From here on the fds are the talk's, which may still fail.
         talk.native, talk.fds = native, fds
         talk.made = lambda: NewLink(
-            key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan
+            key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan, secret
         )
         return Accept(scope=plan.scope, address=native.address(network_only=network))
 
@@ -171,6 +171,7 @@ class Listener:
             source=self._setup.pools.memory,
             target="host" if theirs is None else "cuda",
             no_peer=no_peer(ours, theirs),
+            no_stream="" if offer.stream else "the completion engine does not listen for it",
             mps=mps_refusal(ours, theirs),
         )
 

@@ -69,13 +69,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kv_host": "eth0"}, "--kv-host eth0 is not loopback: give the cluster token with --token-file"),
     (
         {"require_lane": "rdma"},
-        "--require-lane rdma: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc",
+        "--require-lane rdma: must be shm, peer, stream, put, put/cma, put/tcp or put/cuda_ipc",
     ),
     (
         {"require_lane": "shm/cma"},
-        "--require-lane shm/cma: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc",
+        "--require-lane shm/cma: must be shm, peer, stream, put, put/cma, put/tcp or put/cuda_ipc",
     ),
     ({"require_lane": "shm", "lane": "put"}, "--require-lane shm cannot hold with --lane put"),
+    ({"require_lane": "stream/tcp"}, "--require-lane stream/tcp: must be shm, peer, stream, put"),
+    ({"require_lane": "stream", "lane": "put"}, "--require-lane stream cannot hold with --lane put"),
+    ({"device": "cuda", "lane": "stream"}, "--lane stream is for host memory, not for --device cuda"),
     ({"require_lane": "peer", "lane": "put"}, "--require-lane peer cannot hold with --lane put"),
     ({"attention": "flashinfer"}, "--attention flashinfer: must be auto or torch, or with --device cuda"),
     ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
@@ -113,7 +116,7 @@ def test_origins_that_browsers_send(origin: str) -> None:
     assert LaunchConfig(**GOOD, cors_origin=(origin,)).cors_origin == (origin,)
 
 
-@pytest.mark.parametrize("lane", ["shm", "put", "put/cma", "put/tcp", "put/rc_mlx5"])
+@pytest.mark.parametrize("lane", ["shm", "put", "stream", "put/cma", "put/tcp", "put/rc_mlx5"])
 def test_lanes_that_may_be_required(lane: str) -> None:
     assert LaunchConfig(**GOOD, require_lane=lane).require_lane == lane
     assert LaunchConfig(**GOOD, require_lane=lane, lane=lane.partition("/")[0]).require_lane == lane  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_defaults_and_names() -> None:
         ("kv_producer", {"kv_prot": 1}, "unknown key 'kv_prot'"),
         ("kv_producer", {"kv_port": "1"}, "kv_port must be a int, not '1'"),
         ("kv_producer", {"kv_port": True}, "kv_port must be"),
-        ("kv_producer", {"lane": "nvlink"}, "lane must be auto or shm or peer or put"),
+        ("kv_producer", {"lane": "nvlink"}, "lane must be auto or shm or peer or stream or put"),
         ("kv_producer", {"meet_s": -1}, "meet_s must not be negative"),
         ("kv_producer", {"kv_host": "10.0.0.1"}, "token_file"),
         ("kv_consumer", {}, 'needs "peers"'),
