@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shm": {"lane": "shm"},
     "put/cma": {"lane": "put", "put_transport": "cma"},
     "put/tcp": {"lane": "put", "put_transport": "tcp"},
+    "stream": {"lane": "stream"},
 }
 POISON = 0xA5
 _BATCH_S = 60.0

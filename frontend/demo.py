@@ -29,6 +29,7 @@ from rich.table import Table
 from kvrail.frontend.check_identity import Report, check, make_prompts, pages_received
 from kvrail.frontend.demo_gpus import Devices, look
 from kvrail.frontend.launched import Launched, LaunchFailed, free_port
+from kvrail.frontend.refusing import refuse
 from kvrail.runtime.checkpoint import cache_dir, convert_gguf
 
 __all__ = ["fetch_model", "main"]
@@ -139,7 +140,7 @@ def _table(timing: dict[str, Any], lanes: dict[str, Any], pages: float) -> Table
 
 def _devices(wanted: str, lane: str) -> Devices:
     """Where the engines run. `wanted`: auto, cpu or cuda."""
-    if wanted == "cpu" or (wanted == "auto" and lane == "shm"):
+    if wanted == "cpu" or (wanted == "auto" and lane in ("shm", "stream")):
         return Devices("cpu", "cpu")
     found = look()
     if found.reason and (wanted == "cuda" or lane == "peer"):
@@ -189,7 +190,7 @@ def main(
     keep: Annotated[
         bool, typer.Option("--keep", help="leave the servers running and print a curl line")
     ] = False,
-    lane: Annotated[str, typer.Option(help="auto, shm, peer or put")] = "auto",
+    lane: Annotated[str, typer.Option(help="auto, shm, peer, stream or put")] = "auto",
     question: Annotated[str, typer.Option(help="what to ask")] = QUESTION,
     dtype: Annotated[str, typer.Option(help="float32 (identity must hold) or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or GPUs where they serve (auto)")] = "auto",
@@ -197,12 +198,12 @@ def main(
     """Fetch a small model, serve it from a PE and a CE, ask a question, prove the answer's tokens."""
     # Before anything is fetched.
     for name, given, possible in (
-        ("lane", lane, ("auto", "shm", "peer", "put")),
+        ("lane", lane, ("auto", "shm", "peer", "stream", "put")),
         ("device", device, ("auto", "cpu", "cuda")),
         ("dtype", dtype, ("float32", "bfloat16")),
     ):
         if given not in possible:
-            _fail(f"--{name} {given}: must be {', '.join(possible[:-1])} or {possible[-1]}")
+            refuse("demo", f"--{name} {given}: must be {', '.join(possible[:-1])} or {possible[-1]}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         # As by ctrl-C: the servers are stopped on the way out.
         signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +25,7 @@ from kvrail.transfer.cuda import open_device
 from kvrail.transfer.gpu import Gpu, offered
 from kvrail.transfer.lanes import put_carrier, rails_for
 from kvrail.transfer.memory import HostPool
+from kvrail.transfer.stream_socket import dial_stream, listen_stream
 from kvrail.transfer.ucx import EventKind, load_library, open_context, open_reactor
 
 __all__ = ["examine"]
@@ -33,7 +34,7 @@ _PUT_BYTES = 1 << 20
 _WITHIN_S = 10.0
 
 
-def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
+def examine(*, kv_host: str, ucx: str | None, json_file: Path | None) -> int:
     """Run every check, print a table, and return the exit status."""
     say = Console()
     findings: list[dict[str, Any]] = []
@@ -56,9 +57,10 @@ def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
     for transport in ("cma", "tcp"):
         check(
             f"loopback put over {transport}",
-            lambda t=transport: _loopback(t, kv_host, library),  # type: ignore[misc]
+            lambda t=transport: _loopback("put", t, kv_host, library),  # type: ignore[misc]
             vital=transport == "tcp",
         )
+    check("loopback of lane stream", lambda: _loopback("stream", "tcp", kv_host, library))
     check("pool memory", lambda: _backing(kv_host, library))
     check("locked memory limit", _memlock)
     check("same-host proof (pidfd)", _pidfd)
@@ -78,7 +80,7 @@ def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
         style="dim",
     )
     if json_file:
-        Path(json_file).write_text(json.dumps(findings, indent=2) + "\n")
+        json_file.write_text(json.dumps(findings, indent=2) + "\n")
     return 0 if all(finding["good"] or not finding["vital"] for finding in findings) else 1
 
 
@@ -96,8 +98,8 @@ def _transports(put_transport: Any, kv_host: str, library: str | None) -> str:
         context.close()
 
 
-def _loopback(put_transport: Any, kv_host: str, library: str | None) -> str:
-    """Put 1 MiB from one link to another of this process, through UCX, and look at what arrived."""
+def _loopback(lane: Literal["put", "stream"], put_transport: Any, kv_host: str, library: str | None) -> str:
+    """Push 1 MiB from one link to another of this process, and look at what arrived."""
     context = open_context(put_transport, kv_host, library=library, overrides=ucx_overrides())
     reactor = open_reactor(context, spin_us=0, copy_threads=1)
     source = HostPool(context, units=1, unit_bytes=_PUT_BYTES, name="doctor-source")
@@ -106,9 +108,17 @@ def _loopback(put_transport: Any, kv_host: str, library: str | None) -> str:
         ours, theirs = (reactor.open_link(epoch=1, cookie=7) for _ in range(2))
         ours.connect(theirs.address())
         theirs.connect(ours.address())
-        ours.import_put(
-            0, base=target.address, nbytes=_PUT_BYTES, unit_bytes=_PUT_BYTES, key=target.packed_key()
-        )
+        if lane == "stream":
+            secret, listening = os.urandom(32), listen_stream(kv_host)
+            connection = dial_stream(*listening.getsockname()[:2])
+            pools = [(0, target.address, _PUT_BYTES, _PUT_BYTES)]
+            theirs.read_stream(listening.detach(), secret=secret, pools=pools)
+            ours.write_stream(connection.detach(), secret=secret)
+            ours.import_stream(0, nbytes=_PUT_BYTES, unit_bytes=_PUT_BYTES)
+        else:
+            ours.import_put(
+                0, base=target.address, nbytes=_PUT_BYTES, unit_bytes=_PUT_BYTES, key=target.packed_key()
+            )
         pattern = np.random.default_rng(1).integers(0, 256, _PUT_BYTES, dtype=np.uint8)
         assert source.buffer is not None
         assert target.buffer is not None
@@ -129,7 +139,8 @@ def _loopback(put_transport: Any, kv_host: str, library: str | None) -> str:
         carriers, threads = ", ".join(names), rails_for(put_carrier(names))
         for link in (ours, theirs):
             link.close()
-        return f"1 MiB in {took * 1e6:.0f} µs, content right; lanes {carriers}; threads that put: {threads}"
+        found = f"1 MiB in {took * 1e6:.0f} µs, content right"
+        return found if lane == "stream" else f"{found}; lanes {carriers}; threads that put: {threads}"
     finally:
         reactor.close()
         source.close()

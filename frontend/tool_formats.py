@@ -83,8 +83,9 @@ def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
         for one in value if isinstance(value, list) else [value]:
             if not isinstance(one, dict):
                 raise ValueError("a call is an object")
-            one = one.get("function") if isinstance(one.get("function"), dict) else one
-            calls.append(call_of(one["name"], one.get("arguments", one.get("parameters", {}))))
+            inner = one.get("function")
+            call = inner if isinstance(inner, dict) else one
+            calls.append(call_of(call["name"], call.get("arguments", call.get("parameters", {}))))
         place = _skip(text, place)
     return calls
 

@@ -9,7 +9,7 @@ import httpx
 
 from kvrail.frontend.asking import ask
 from kvrail.frontend.refusing import refuse
-from kvrail.runtime.config_checks import is_lane
+from kvrail.runtime.config_checks import LANES, is_lane
 
 __all__ = ["refuse_no_lane", "split_card"]
 
@@ -17,7 +17,7 @@ __all__ = ["refuse_no_lane", "split_card"]
 def refuse_no_lane(tool: str, label: str | None) -> None:
     """End the program `tool` for an --expect-lane that no lane is called: no page could come over it."""
     if label is not None and not is_lane(label):
-        refuse(tool, f"--expect-lane {label}: must be shm, peer, put, put/cma, put/tcp or put/cuda_ipc")
+        refuse(tool, f"--expect-lane {label}: must be {LANES}")
 
 
 def split_card(tool: str, client: httpx.Client, ref: str, split: str) -> dict[str, Any]:

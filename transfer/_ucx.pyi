@@ -211,8 +211,9 @@ EVENT_CONTROL: int  # the control stream ended: status = errno (0: the peer clos
 EVENT_LINK_ERROR: (
     int  # the UCX endpoint failed: status, payload = text. Once a link; its writers fail with it
 )
-# The link's worker is destroyed. On the side that is written to: no tcp or rdma write of the peer can land any more
-# (cma and shm need the peer's process to be gone). On the side that writes: none of our threads writes any more.
+# The link's worker is destroyed, and the thread of lane stream is joined. On the side that is written to: nothing of
+# lane stream and no tcp or rdma write of the peer can land any more (cma and shm need the peer's process to be gone).
+# On the side that writes: none of our threads writes any more.
 EVENT_FENCED: int
 EVENT_FLUSHED: int  # key = the token given to Link.flush; status
 EVENT_PROGRESS: (
@@ -269,6 +270,23 @@ class Link:
         CudaFailed when it cannot be mapped, ValueError when it is smaller than announced. Unmapped when the link is
         fenced or closed and its copies are over; only then may the peer free the memory.
         """
+    def import_stream(self, pool: int, *, nbytes: int, unit_bytes: int) -> None:
+        """The peer's pool, to be written over the connection of write_stream."""
+    def read_stream(self, fd: int, *, secret: bytes, pools: list[tuple[int, int, int, int]]) -> None:
+        """Take the listening socket `fd`, let in whoever says the secret (32 bytes; then the socket is closed), and
+        write what comes into these pools: (id, address, bytes, bytes of a unit). A thread does that until the link is
+        fenced or closed. Once a link. UcxError unless the pools are registered host memory.
+
+        A frame that reaches out of its pool, or is none, is a link error, and nothing of it is written.
+        """
+    def write_stream(self, fd: int, *, secret: bytes) -> None:
+        """Take the socket `fd`, which is connected or connecting to where the peer called read_stream, and does not
+        block: for way stream. Once a link.
+        """
+    def settle_stream(self, used: bool) -> None:
+        """Whether lane stream is used: if so, the end of its connection is a link error from now on, else our end of
+        it is given back. Until this is said, a connection that breaks fails only the pushes that it carries.
+        """
     def attach_control(self, fd: int, interval_ms: int) -> None:
         """Hand over the connected control socket: from now on heartbeats only. Takes ownership of the fd.
 
@@ -314,7 +332,7 @@ class Writer:
         target_units: U32,
         *,
         after: CudaFence | None = None,
-        way: Literal["", "kernel", "engine", "shm", "put"] = "",
+        way: Literal["", "kernel", "engine", "shm", "stream", "put"] = "",
         rail: int = 0,
     ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -60,7 +61,7 @@ class LinkSetup:
 class NewLink(NamedTuple):
     """A link whose handshake is over: authenticated, layouts equal, native link open, its stream still here.
 
-    Who receives this owns the native link, the stream, the fds and the pidfd in it. `plan` is None on the CE.
+    Who receives this owns the native link, the sockets, the fds and the pidfd in it. `plan` is None on the CE.
     """
 
     key: LinkKey
@@ -72,6 +73,9 @@ class NewLink(NamedTuple):
     offer: Offer
     fds: tuple[int, ...]
     plan: Plan | None
+    # Of the connection of lane stream, and, on a CE, where its writer is listened for.
+    secret: bytes
+    listening: socket.socket | None = None
 
 
 class Talk:
@@ -97,6 +101,7 @@ class Talk:
         self.key: LinkKey | None = None
         self.native: _ucx.Link | None = None
         self.fds: tuple[int, ...] = ()
+        self.listening: socket.socket | None = None
         self.made: Callable[[], NewLink | None] | None = None
 
     def begin(self, generator: Generator[Turn | None, Frame, object], now: float, deadline: float) -> None:
@@ -144,6 +149,8 @@ class Talk:
     def _give_back(self) -> None:
         if self.native is not None:
             self.native.close()
+        if self.listening is not None:
+            self.listening.close()
         for fd in self.fds:
             os.close(fd)
         if self.process is not None and self.process.pidfd >= 0:

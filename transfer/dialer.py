@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import selectors
+import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
 from kvrail.transfer.memory import HostPool
+from kvrail.transfer.stream_socket import listen_stream
 
 if TYPE_CHECKING:
     from kvrail.transfer import _ucx
@@ -168,24 +170,41 @@ class Dialer:
             self._epochs[key] = epoch = self._epochs.get(key, 0) + 1
             cookie = int.from_bytes(os.urandom(8), "little")
             talk.native = self._setup.reactor.open_link(epoch=epoch, cookie=cookie)
-            return self._offer(talk.native, epoch, cookie, distance)
+            if self._setup.options.lane in ("auto", "stream") and self._setup.pools.memory == "host":
+                talk.listening = listen_stream(self._setup.options.kv_host)
+            return self._offer(talk.native, epoch, cookie, distance, talk.listening)
 
-        offer, accept = yield from handshake.dialing(
+        offer, accept, secret = yield from handshake.dialing(
             self._setup.token, self._setup.me, key, os.urandom(32), make_offer
         )
         native = talk.native
         assert native is not None
         talk.made = lambda: NewLink(
-            key, offer.epoch, native, talk.stream, accept.address, talk.process, offer, (), None
+            key,
+            offer.epoch,
+            native,
+            talk.stream,
+            accept.address,
+            talk.process,
+            offer,
+            (),
+            None,
+            secret,
+            talk.listening,
         )
         return offer
 
     def _offer(
-        self, native: _ucx.Link, epoch: int, cookie: int, distance: str
+        self,
+        native: _ucx.Link,
+        epoch: int,
+        cookie: int,
+        distance: str,
+        listening: socket.socket | None = None,
     ) -> tuple[Offer, tuple[int, ...]]:
         setup, options, pools = self._setup, self._setup.options, list(self._setup.pools.by_id())
         # What another process can map our pools with: only given to one whose end we can see.
-        near = not distance and options.lane != "put"
+        near = not distance and options.lane in ("auto", "shm", "peer")
         # All of them or none: lane shm writes every pool through its memfd.
         files = [pool.fd for _, pool in pools if isinstance(pool, HostPool)]
         fds = tuple(files) if near and len(files) == len(pools) else ()
@@ -202,6 +221,7 @@ class Dialer:
             put_transport=options.put_transport,
             require_lane=options.require_lane,
             distance=distance,
+            stream=None if listening is None else listening.getsockname()[:2],
             gpu=setup.gpu if setup.pools.memory == "cuda" else None,
         )
         return offer, fds

@@ -35,6 +35,7 @@ from kvrail.transfer.wire import PROTOCOL_VERSION
 
 __all__ = [
     "Accept",
+    "Agreed",
     "Introduction",
     "Offer",
     "PoolOffer",
@@ -121,6 +122,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     require_lane: str | None
     # Why a same-host lane cannot be had ("" when it can), for people.
     distance: str
+    # Where the CE listens for the writer of lane stream (a numeric host and a port), if it does.
+    stream: tuple[str, int] | None = None
     gpu: Gpu | None = None
 
 
@@ -135,6 +138,14 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     reason: str
     # The dialer reached another engine (process life) than it meant to.
     wrong_peer: bool = False
+
+
+class Agreed(NamedTuple):
+    """How a handshake ended on the CE. `secret`: what only the two sides know, for the connection of lane stream."""
+
+    offer: Offer
+    accept: Accept
+    secret: bytes
 
 
 class Turn(NamedTuple):
@@ -175,6 +186,10 @@ class _Session:
     def proved(self, mac: bytes) -> bool:
         return hmac.compare_digest(mac, self._mac(b"proof", self._peer))
 
+    def secret(self) -> bytes:
+        """Of this one handshake, once both nonces are said; it never goes over the control stream."""
+        return self._mac(b"stream")
+
     def seal(self, payload: bytes) -> bytes:
         return payload + self._tag(self._me, payload)
 
@@ -201,8 +216,8 @@ def dialing(
     peer: LinkKey,
     nonce: bytes,
     make_offer: Callable[[], tuple[Offer, tuple[int, ...]]],
-) -> Generator[Turn, Frame, tuple[Offer, Accept]]:
-    """The CE's side. Calls `make_offer` only after the peer proved that it holds the token. Returns (ours, answer).
+) -> Generator[Turn, Frame, Agreed]:
+    """The CE's side. Calls `make_offer` only after the peer proved that it holds the token.
 
     Raises LinkRefused: the peer refused (its reason), or is refused (Refused, with what to tell it).
     """
@@ -213,7 +228,7 @@ def dialing(
         raise _refused("the peer does not hold our cluster token: both sides must use the same --token-file")
     offer, fds = make_offer()
     frame = yield Turn(session.seal(_pack(offer)), fds, FRAME_LIMIT)
-    return offer, _expect(session.unseal(frame), Accept)
+    return Agreed(offer, _expect(session.unseal(frame), Accept), session.secret())
 
 
 def asking(token: bytes, me: LinkKey, nonce: bytes) -> Generator[Turn, Frame, Introduction]:
@@ -229,10 +244,11 @@ def accepting(
     token: bytes,
     me: LinkKey,
     nonce: bytes,
-    judge: Callable[[LinkKey, Offer, tuple[int, ...]], Accept],
+    judge: Callable[[LinkKey, Offer, tuple[int, ...], bytes], Accept],
     introduce: Callable[[], Introduction] | None = None,
 ) -> Generator[Turn | None, Frame, Turn]:
-    """The PE's side. `judge` answers an offer (with the fds that came with it, which it owns), or raises TransferError.
+    """The PE's side. `judge` answers an offer, with the fds that came with it, which it owns, and the secret of
+    `Agreed`; or raises TransferError.
 
     `introduce` answers who asks who is here. Yields None before the first frame. Returns the last turn: the Accept (or
     the Introduction) to send. Raises Refused with what to tell.
@@ -261,7 +277,7 @@ def accepting(
         _close_all(frame.fds)
         raise
     try:
-        accept = judge(LinkKey(hello.incarnation, hello.rank), offer, frame.fds)
+        accept = judge(LinkKey(hello.incarnation, hello.rank), offer, frame.fds, session.secret())
     except TransferError as refusal:
         raise _refused(str(refusal)) from refusal
     return Turn(session.seal(_pack(accept)))

@@ -4,13 +4,14 @@
 The PE puts random units in a shuffled order into its slice of the CE's probe pool, and rings `SelfTest`. The CE sums
 what is there and answers. A lane that passes is then timed at three sizes, whose content nobody reads; one that has
 several ways (the page-copy kernel, the copy engine) is tested and timed by each of them, and with scattered units,
-too: the planner chooses by these figures.
+too: the planner chooses by these figures. So are lanes of which the faster is to be found.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import random
 import time
@@ -25,6 +26,7 @@ from kvrail.transfer.errors import LaneUnavailable, TransferError
 from kvrail.transfer.gpu import Offered, shortfall
 from kvrail.transfer.handshake import Offer, PoolOffer
 from kvrail.transfer.lanes import (
+    RIVALS,
     Plan,
     Wishes,
     check_required,
@@ -36,6 +38,7 @@ from kvrail.transfer.lanes import (
 from kvrail.transfer.link_events import Lane, LaneInfo, Probe, Way
 from kvrail.transfer.memory import PROBE_POOL, HostPool
 from kvrail.transfer.planner import Planner, count_runs
+from kvrail.transfer.stream_socket import dial_stream
 from kvrail.transfer.wire import SelfTest, SelfTestResult, encode
 
 if TYPE_CHECKING:
@@ -45,9 +48,15 @@ __all__ = ["FIRST_TEST_WRITER", "News", "TestSlices", "check_self_test", "lane_t
 
 # Writer keys of lane tests; the rank's own keys count up from 1 and never get here.
 FIRST_TEST_WRITER = 1 << 48
-# The probe pool has an id for each lane, so that a failed import of one kind cannot serve the other.
-_PROBE_IDS: dict[Lane, int] = {"put": PROBE_POOL, "shm": 3, "peer": 4}
-_WAYS: dict[Lane, tuple[Way, ...]] = {"put": ("put",), "shm": ("shm",), "peer": ("kernel", "engine")}
+# The probe pool has an id for each lane, so that a failed import of one kind cannot serve the other. (The reader of
+# lane stream knows it by its own; a push says which way it goes.)
+_PROBE_IDS: dict[Lane, int] = {"put": PROBE_POOL, "shm": 3, "peer": 4, "stream": PROBE_POOL}
+_WAYS: dict[Lane, tuple[Way, ...]] = {
+    "put": ("put",),
+    "shm": ("shm",),
+    "peer": ("kernel", "engine"),
+    "stream": ("stream",),
+}
 _TEST_UNITS = 4
 _TEST_SLICES = 64
 
@@ -110,58 +119,101 @@ def lane_test(
     writer_keys: Iterator[int],
     hardware: Offered | None = None,
     rails: int = 0,
+    secret: bytes = b"",
 ) -> Generator[None, News, LaneInfo]:
-    """Try the plan's lanes in order; returns the first that works and is allowed. Raises LaneUnavailable with why
-    (LaneUnwanted: the last one worked, and is not allowed).
+    """Try the plan's lanes in order; returns the first that works and is allowed, and of rivals (`lanes.RIVALS`) the
+    faster. Raises LaneUnavailable with why (LaneUnwanted: the last one worked, and is not allowed).
 
     `pool`: our probe pool; `source_unit`: our slice of it. Imports all pools of the offer for the lane it returns.
     `hardware`: what lies between the two memories, when that is known: a lane far under it is called slow. `rails`: how
-    many threads are to put on lane put, if its transport gains by several (0: as many as pay).
+    many threads are to put on lane put, if its transport gains by several (0: as many as pay). `secret`: with which the
+    CE lets us in on lane stream.
     """
     why = [plan.reason] if plan.reason else []
     kind = LaneUnavailable
-    (probe,) = (entry for entry in offer.pools if entry.pool == PROBE_POOL)
     test = _Test(link, offer, pool, writer_keys)
+    rivals = set(plan.lanes) >= RIVALS
+    found: list[LaneInfo] = []
     for lane in plan.lanes:
-        pool_id = _PROBE_IDS[lane]
         try:
-            _import(link, lane, probe, fds, pool_id)
-            ways = yield from _working_ways(test, lane, pool_id, source_unit, why)
-            with _native_errors():
-                transports = link.transports()
-            if plan.scope == "network" and has_local(transports):
-                raise LaneUnavailable(
-                    f"UCX uses {', '.join(transports)}, although only network lanes were offered"
-                )
-            memory = "cuda" if "cuda" in (pool.memory, probe.memory) else "host"
-            carriers = {"shm": "memcpy", "peer": "cuda_ipc", "put": put_carrier(transports, memory)}
-            info = LaneInfo(
-                lane,
-                carriers[lane],
-                probe.memory,
-                fence_class(lane, transports),
-                reason="; ".join(why),
-                same_host=not offer.distance,
+            if lane == "stream":
+                _join_stream(link, offer, secret)
+            found.append(
+                (yield from _try_lane(test, lane, plan, wishes, fds, source_unit, why, rails, rivals))
             )
-            check_required(info.label, *wishes)
-            for entry in offer.pools:
-                if entry.pool != PROBE_POOL:
-                    _import(link, lane, entry, fds, entry.pool)
         except LaneUnavailable as error:
             why.append(f"{lane}: {error}")
             kind = type(error)
             continue
-        if lane == "put" and memory == "host":
-            count = yield from _open_rails(test, rails_for(info.transport, rails), pool_id, source_unit, why)
-            info = dataclasses.replace(info, rails=count, reason="; ".join(why))
-        sizes = _GPU_SIZES if memory == "cuda" else _SIZES
-        probes = []
-        for way in ways:
-            for size in (*sizes, _SCATTERED) if len(ways) > 1 else sizes:
-                probes.append((yield from test.speed(pool_id, way, size)))
-        slow = "" if plan.scope == "network" else shortfall(Planner.of(probes).gb_per_s, hardware)
-        return dataclasses.replace(info, probes=tuple(probes), slow=slow)
+        if not (rivals and lane in RIVALS):
+            break
+    for info in sorted(found, key=_slowness):
+        try:
+            for entry in offer.pools:
+                if entry.pool != PROBE_POOL:
+                    _import(link, info.name, entry, fds, entry.pool)
+        except LaneUnavailable as error:
+            why.append(f"{info.name}: {error}")
+            continue
+        if "stream" in plan.lanes:
+            link.settle_stream(info.name == "stream")
+        slow = "" if plan.scope == "network" else shortfall(Planner.of(info.probes).gb_per_s, hardware)
+        return dataclasses.replace(info, reason="; ".join(why), slow=slow)
     raise kind("no lane works: " + "; ".join(why))
+
+
+def _slowness(lane: LaneInfo) -> float:
+    """What its probes took, each size counting as much as any other."""
+    return sum(math.log(max(probe.us, 1.0)) for probe in lane.probes)
+
+
+def _try_lane(
+    test: _Test,
+    lane: Lane,
+    plan: Plan,
+    wishes: tuple[Wishes, Wishes],
+    fds: tuple[int, ...],
+    source_unit: int,
+    why: list[str],
+    rails: int,
+    rivals: bool,
+) -> Generator[None, News, LaneInfo]:
+    """Test the lane's content, then its speed. Raises LaneUnavailable."""
+    pool_id = _PROBE_IDS[lane]
+    (probe,) = (entry for entry in test.offer.pools if entry.pool == PROBE_POOL)
+    _import(test.link, lane, probe, fds, pool_id)
+    ways = yield from _working_ways(test, lane, pool_id, source_unit, why)
+    with _native_errors():
+        transports = test.link.transports()
+    if plan.scope == "network" and has_local(transports):
+        raise LaneUnavailable(f"UCX uses {', '.join(transports)}, although only network lanes were offered")
+    memory = "cuda" if "cuda" in (test.pool.memory, probe.memory) else "host"
+    carriers = {"shm": "memcpy", "peer": "cuda_ipc", "stream": "tcp", "put": put_carrier(transports, memory)}
+    info = LaneInfo(
+        lane,
+        carriers[lane],
+        probe.memory,
+        fence_class(lane, transports),
+        same_host=not test.offer.distance,
+    )
+    check_required(info.label, *wishes)
+    if lane == "put" and memory == "host":
+        count = yield from _open_rails(test, rails_for(info.transport, rails), pool_id, source_unit, why)
+        info = dataclasses.replace(info, rails=count)
+    sizes = _GPU_SIZES if memory == "cuda" else _SIZES
+    probes = []
+    for way in ways:
+        for size in (*sizes, _SCATTERED) if len(ways) > 1 or rivals else sizes:
+            probes.append((yield from test.speed(pool_id, way, size)))
+    return dataclasses.replace(info, probes=tuple(probes))
+
+
+def _join_stream(link: _ucx.Link, offer: Offer, secret: bytes) -> None:
+    """Connect to where the CE listens for lane stream."""
+    if offer.stream is None:
+        raise LaneUnavailable("the completion engine does not listen for it")
+    with _native_errors():
+        link.write_stream(dial_stream(*offer.stream).detach(), secret=secret)
 
 
 def _working_ways(
@@ -212,6 +264,8 @@ def _import(link: _ucx.Link, lane: Lane, entry: PoolOffer, fds: tuple[int, ...],
             if not entry.handle:
                 raise LaneUnavailable("the completion engine gave no handle of its GPU memory")
             link.import_peer(pool_id, handle=entry.handle, offset=entry.handle_offset, **size)
+        elif lane == "stream":
+            link.import_stream(pool_id, **size)
         else:
             link.import_put(pool_id, base=entry.base, key=entry.key, **size)
 
@@ -223,29 +277,29 @@ class _Test:
         self, link: _ucx.Link, offer: Offer, pool: HostPool | DevicePool, keys: Iterator[int]
     ) -> None:
         self.link = link
-        self._offer = offer
-        self._pool = pool
+        self.offer = offer
+        self.pool = pool
         self._keys = keys
 
     def content(self, pool_id: int, way: Way, source_unit: int, rail: int = 0) -> Generator[None, News, None]:
         """Do shuffled random units arrive (by that rail)? Raises LaneUnavailable."""
-        unit = self._pool.unit_bytes
+        unit = self.pool.unit_bytes
         order = list(range(_TEST_UNITS))
         random.shuffle(order)
         content = os.urandom(_TEST_UNITS * unit)
         landed = b"".join(content[order.index(i) * unit :][:unit] for i in range(_TEST_UNITS))
         source = np.arange(source_unit, source_unit + _TEST_UNITS, dtype=np.uint32)
-        target = np.array([self._offer.probe_unit + i for i in order], dtype=np.uint32)
+        target = np.array([self.offer.probe_unit + i for i in order], dtype=np.uint32)
         test = SelfTest(
-            epoch=self._offer.epoch,
-            offset=self._offer.probe_unit * unit,
+            epoch=self.offer.epoch,
+            offset=self.offer.probe_unit * unit,
             nbytes=len(landed),
             checksum=_sum(landed),
         )
         with _native_errors():
-            self._pool.write(source_unit * unit, content)
+            self.pool.write(source_unit * unit, content)
             writer = self.link.writer(next(self._keys), ttl_s=_TTL_S)
-            writer.push(pool_id, self._pool.address, source, target, way=way, rail=rail)
+            writer.push(pool_id, self.pool.address, source, target, way=way, rail=rail)
             writer.ring(encode(test))
         while True:
             news = yield
@@ -259,7 +313,7 @@ class _Test:
     def _advice(self, way: Way) -> str:
         if way != "put":
             return ""
-        ours, theirs = self._pool.memory, self._offer.pools[0].memory
+        ours, theirs = self.pool.memory, self.offer.pools[0].memory
         if ours == theirs:
             # UCX cancels a put that it could only emulate; the cause is in its own log line on stderr.
             return " (UCX has no fast, permitted way)"
@@ -274,14 +328,14 @@ class _Test:
         first = _TEST_SLICES * _TEST_UNITS
         step = 2 if size.scattered else 1
         units = np.tile(np.arange(first, first + step * size.units, step, dtype=np.uint32), size.over)
-        nbytes, runs = len(units) * self._pool.unit_bytes, count_runs(units, units)
-        bell = encode(SelfTest(epoch=self._offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
+        nbytes, runs = len(units) * self.pool.unit_bytes, count_runs(units, units)
+        bell = encode(SelfTest(epoch=self.offer.epoch, offset=0, nbytes=0, checksum=_sum(b"")))
         seconds = []
         for _ in range(size.times):
             with _native_errors():
                 writer = self.link.writer(next(self._keys), ttl_s=_TTL_S)
                 begun = time.monotonic()
-                writer.push(pool_id, self._pool.address, units, units, way=way)
+                writer.push(pool_id, self.pool.address, units, units, way=way)
                 # The doorbell goes out after a flush: the bytes have landed, and not only left.
                 writer.ring(bell)
             while True:

@@ -16,6 +16,7 @@ from kvrail.transfer.gpu import Gpu
 from kvrail.transfer.link_events import Fence, Lane, LinkOptions
 
 __all__ = [
+    "RIVALS",
     "Facts",
     "LaneUnwanted",
     "Plan",
@@ -42,6 +43,8 @@ _CUDA_CARRIERS = ("cuda_ipc", *_NETWORK_CARRIERS)
 # Over cma the thread that puts a page copies it itself: two get further. Over tcp, where the peer's one thread has as
 # much to do, a second one did not pay (doc/numbers.md); a network card needs none.
 _RAILS = {"cma": 2}
+# Lanes over the same network, of which neither is always the faster.
+RIVALS: frozenset[Lane] = frozenset({"stream", "put"})
 
 
 class LaneUnwanted(LaneUnavailable):
@@ -66,6 +69,7 @@ class Facts(NamedTuple):
     `distance`: why the receiver cannot watch the writer's process. `shared`: it passed its memfds. `local_failed`: why
     local UCX transports did not work for this pair before. `source`, `target`: where the writer's and the receiver's
     pages lie. `no_peer`: why the writer cannot copy into the receiver's GPU memory (see the function of that name).
+    `no_stream`: why the receiver takes no connection for lane stream.
     `mps`: whose writes an MPS server makes.
     """
 
@@ -75,11 +79,15 @@ class Facts(NamedTuple):
     source: Literal["host", "cuda"] = "host"
     target: Literal["host", "cuda"] = "host"
     no_peer: str = ""
+    no_stream: str = ""
     mps: str = ""
 
 
 class Plan(NamedTuple):
-    """Lanes to try in order, which worker addresses to use for it, and why others are not tried."""
+    """Lanes to try in order, which worker addresses to use for it, and why others are not tried.
+
+    Of `stream` and `put` over the same network the faster one is taken, if both work (`RIVALS`); else the first.
+    """
 
     lanes: tuple[Lane, ...]
     scope: Literal["all", "network"]
@@ -91,6 +99,11 @@ def plan_lanes(ours: Wishes, theirs: Wishes, facts: Facts) -> Plan:
     """What to try between two ranks. Raises LaneUnavailable when their wishes, or the facts, leave nothing."""
     lane = _agree("--lane", ours.lane, theirs.lane)
     transport = _agree("--put-transport", ours.put_transport, theirs.put_transport)
+    needs = {need for need in (ours.require_lane, theirs.require_lane) if need}
+    required = {need.partition("/")[0] for need in needs}
+    if transport == "auto" and {need.partition("/")[2] for need in needs} - {""} == {"tcp"}:
+        transport = "tcp"  # put/<transport> narrows what UCX may pick.
+    streams = lane == "stream" or (lane == "auto" and required == {"stream"})
     lanes: list[Lane] = []
     why: list[str] = []
     on_gpu = "cuda" in (facts.source, facts.target)
@@ -109,6 +122,14 @@ def plan_lanes(ours: Wishes, theirs: Wishes, facts: Facts) -> Plan:
             lanes.append("peer")
     local = "put/cuda_ipc" if on_gpu else "put/cma"
     local_refused = facts.distance or facts.local_failed or (facts.mps if on_gpu else "")
+    # Lane stream is proven quiet by its own end. So that this is all that the link needs, UCX gets no local transport.
+    network = bool(local_refused) or transport == "tcp" or streams
+    if streams or (lane == "auto" and network and not on_gpu):
+        refused = _no_stream(facts)
+        if refused:
+            why.append(f"no stream: {refused}")
+        else:
+            lanes.append("stream")
     if lane in ("auto", "put"):
         if transport == "cma" and local_refused:
             why.append(f"no put/cma: {local_refused}")
@@ -116,27 +137,26 @@ def plan_lanes(ours: Wishes, theirs: Wishes, facts: Facts) -> Plan:
             lanes.append("put")
             if transport == "auto" and local_refused:
                 why.append(f"no {local}: {local_refused}")
-    required = {need.partition("/")[0] for need in (ours.require_lane, theirs.require_lane) if need}
     wanted = tuple(name for name in lanes if not required - {name})
     if not wanted:
         need = f"required: {' and '.join(sorted(required))}" if lanes else "none is possible"
         raise LaneUnavailable("; ".join([f"no lane ({need})", *why]))
-    if transport == "auto":
-        # put/<transport> narrows what UCX may pick.
-        narrowed = {need.partition("/")[2] for need in (ours.require_lane, theirs.require_lane) if need} - {
-            ""
-        }
-        transport = "tcp" if narrowed == {"tcp"} else transport
-    return Plan(
-        wanted, "network" if local_refused or transport == "tcp" else "all", transport, "; ".join(why)
-    )
+    return Plan(wanted, "network" if network else "all", transport, "; ".join(why))
 
 
-def _no_shm(facts: Facts) -> str:
+def _on_gpu(facts: Facts) -> str:
     for whose, memory in (("prefill", facts.source), ("completion", facts.target)):
         if memory == "cuda":
             return f"the {whose} engine's pages are in GPU memory"
-    return facts.distance or ("" if facts.shared else "the peer shares no memory")
+    return ""
+
+
+def _no_shm(facts: Facts) -> str:
+    return _on_gpu(facts) or facts.distance or ("" if facts.shared else "the peer shares no memory")
+
+
+def _no_stream(facts: Facts) -> str:
+    return _on_gpu(facts) or facts.no_stream
 
 
 def _no_peer(facts: Facts) -> str:
@@ -171,7 +191,7 @@ def _agree(flag: str, ours: str, theirs: str) -> str:
     if "auto" in (ours, theirs):
         return theirs if ours == "auto" else ours
     if ours != theirs:
-        raise LaneUnavailable(f"the two sides differ in {flag}: ours {ours}, theirs {theirs}")
+        raise LaneUnavailable(f"the two sides differ in {flag}: {ours} on the pe, {theirs} on the ce")
     return ours
 
 
@@ -192,7 +212,7 @@ def has_local(transports: Iterable[str]) -> bool:
 
 def fence_class(lane: Lane, transports: Iterable[str]) -> Fence:
     """The proof that the most stubborn of everything that can carry writes on the link needs."""
-    return "process" if lane != "put" or has_local(transports) else "worker"
+    return "process" if lane in ("shm", "peer") or has_local(transports) else "worker"
 
 
 def put_carrier(transports: Iterable[str], memory: str = "host") -> str:

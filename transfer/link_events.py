@@ -32,11 +32,12 @@ __all__ = [
     "WriterEvent",
 ]
 
-# What proves that a link's writers are quiet: its worker destroyed, or the writer's process gone.
+# What proves that a link's writers are quiet: its worker destroyed (on lane stream its reading thread joined as well),
+# or the writer's process gone.
 Fence = Literal["worker", "process"]
-Lane = Literal["shm", "peer", "put"]
-# How one batch is copied on its lane: shm and put have one way each, peer has the page-copy kernel and the copy engine.
-Way = Literal["kernel", "engine", "put", "shm"]
+Lane = Literal["shm", "peer", "put", "stream"]
+# How one batch is copied on its lane: peer has the page-copy kernel and the copy engine, the others have one way each.
+Way = Literal["kernel", "engine", "put", "shm", "stream"]
 
 
 class LinkKey(NamedTuple):
@@ -71,13 +72,13 @@ class PeerAddress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """How links behave. `require_lane`: shm, peer, put, or put/<transport>; a link that gets another is refused."""
+    """How links behave. `require_lane`: shm, peer, put, put/<transport> or stream; a link with another is refused."""
 
     socket_dir: Path
     kv_host: str = "127.0.0.1"
     # Where a PE listens; 0 takes a free port.
     kv_port: int = 0
-    lane: Literal["auto", "shm", "peer", "put"] = "auto"
+    lane: Literal["auto", "shm", "peer", "put", "stream"] = "auto"
     put_transport: Literal["auto", "cma", "tcp"] = "auto"
     require_lane: str | None = None
     heartbeat_s: float = 0.25
@@ -124,7 +125,7 @@ class LaneInfo:
 
     @property
     def label(self) -> str:
-        """shm, peer, put/cma, put/tcp, …: what --require-lane and metrics say."""
+        """shm, peer, stream, put/cma, put/tcp, …: what --require-lane and metrics say."""
         return f"put/{self.transport}" if self.name == "put" else self.name
 
     @property

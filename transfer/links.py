@@ -303,7 +303,7 @@ class Links:
         elif kind == EventKind.CONTROL:
             self._end(link, f"control stream: {payload.decode(errors='replace')}", now)
         elif kind == EventKind.LINK_ERROR:
-            self._end(link, f"UCX endpoint: {payload.decode(errors='replace')} ({status})", now)
+            self._end(link, f"{payload.decode(errors='replace')} ({status})", now)
 
     def _on_message(self, link: RankLink, payload: bytes, now: float) -> None:
         try:

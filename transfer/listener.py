@@ -116,10 +116,10 @@ class Listener:
             self._report(LinkRefusal(key, reason), now)
 
     def _handshake(self, talk: Talk) -> Generator[Turn | None, Frame, Turn]:
-        def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...]) -> Accept:
+        def judge(key: LinkKey, offer: Offer, fds: tuple[int, ...], secret: bytes) -> Accept:
             talk.key = key
             try:
-                return self._judge(key, offer, fds, talk)
+                return self._judge(key, offer, fds, secret, talk)
             except BaseException:
                 for fd in fds if not talk.fds else ():
                     os.close(fd)
@@ -133,15 +133,17 @@ class Listener:
 
         return handshake.accepting(self._setup.token, self._setup.me, os.urandom(32), judge, introduce)
 
-    def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], talk: Talk) -> Accept:
+    def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], secret: bytes, talk: Talk) -> Accept:
         setup = self._setup
         if offer.ucx[:2] != setup.ucx_version[:2]:
-            ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
-            raise LinkRefused(f"UCX versions differ: ours {ours}, theirs {theirs} (they do not interoperate)")
+            pe, ce = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
+            raise LinkRefused(
+                f"UCX versions differ: {pe} on the pe, {ce} on the ce (they do not interoperate)"
+            )
         require_equal(setup.layout, offer.layout)
         if not (
             0 <= offer.epoch < 1 << 32 and 0 <= offer.cookie < 1 << 64 and 0 <= offer.probe_unit < 1 << 31
-        ):
+        ) or (offer.stream and not 0 < offer.stream[1] < 1 << 16):
             raise LinkRefused("a number in the offer is out of range")
         last = self._last_epoch.get(key, 0)
         if offer.epoch <= last:
@@ -158,7 +160,7 @@ class Listener:
         # From here on the fds are the talk's, which may still fail.
         talk.native, talk.fds = native, fds
         talk.made = lambda: NewLink(
-            key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan
+            key, offer.epoch, native, talk.stream, theirs_address, talk.process, offer, fds, plan, secret
         )
         return Accept(scope=plan.scope, address=native.address(network_only=network))
 
@@ -171,6 +173,7 @@ class Listener:
             source=self._setup.pools.memory,
             target="host" if theirs is None else "cuda",
             no_peer=no_peer(ours, theirs),
+            no_stream="" if offer.stream else "the completion engine does not listen for it",
             mps=mps_refusal(ours, theirs),
         )
 
@@ -181,7 +184,7 @@ def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
     expected = {pool_id: pool.unit_bytes for pool_id, pool in setup.pools.by_id()}
     offered = {entry.pool: entry.unit_bytes for entry in offer.pools}
     if offered != expected or len(offered) != len(offer.pools):
-        raise LinkRefused(f"pools differ (id: bytes of a unit): ours {expected}, theirs {offered}")
+        raise LinkRefused(f"pools differ (id: bytes of a unit): {expected} on the pe, {offered} on the ce")
     if fds and sorted(entry.fd for entry in offer.pools) != list(range(len(fds))):
         raise LinkRefused("the offer does not say which pool each file descriptor is")
     memory = "host" if offer.gpu is None else "cuda"

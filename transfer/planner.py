@@ -20,7 +20,7 @@ from kvrail.transfer.link_events import Probe, Way
 __all__ = ["Cost", "Planner", "count_runs"]
 
 # Ways by how little they disturb the model: a copy engine and UCX take no SM from it, the kernel takes a few.
-_GENTLE: tuple[Way, ...] = ("engine", "put", "shm", "kernel")
+_GENTLE: tuple[Way, ...] = ("engine", "put", "stream", "shm", "kernel")
 # Predictions that differ by less say the same: medians of a few probes scatter by as much.
 _SCATTER = 1.1
 

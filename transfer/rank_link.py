@@ -59,17 +59,26 @@ class RankLink:
                 _hardware(setup, new),
                 # UCX needs its CUDA context on every thread that it runs on; only the progress thread has it.
                 1 if setup.gpu is not None else setup.options.rails,
+                new.secret,
             )
 
     def begin(self, new: NewLink, heartbeat_s: float) -> None:
-        """Connect UCX and hand the control stream to the native thread. Raises what the native module raises."""
+        """Connect UCX and hand the sockets to native threads. Raises what the native module raises."""
         fd = new.stream.detach()
+        listening = -1 if new.listening is None else new.listening.detach()
         try:
             self.native.connect(new.peer_address)
             self.native.attach_control(fd, max(1, round(heartbeat_s * 1000)))
         except BaseException:
             os.close(fd)
+            if listening >= 0:
+                os.close(listening)
             raise
+        if listening >= 0:
+            pools = [
+                (pool_id, pool.address, pool.nbytes, pool.unit_bytes) for pool_id, pool in self._pools.by_id()
+            ]
+            self.native.read_stream(listening, secret=new.secret, pools=pools)
 
     def start_test(self) -> LaneInfo | None:
         """PE: post the self-test. Raises LaneUnavailable."""
@@ -113,6 +122,7 @@ class RankLink:
             chosen.slow,
             chosen.rails,
         )
+        self.native.settle_stream(lane.name == "stream")
         self._set_lane(lane)
         return lane
 

@@ -37,7 +37,7 @@ __all__ = [
     "unpack_u32",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HAND_OFF_VERSION = 1
 
 
@@ -176,11 +176,11 @@ class LaneChosen(msgspec.Struct, frozen=True, kw_only=True, tag="lane"):
     """
 
     epoch: int
-    name: Literal["shm", "peer", "put", ""]
+    name: Literal["shm", "peer", "put", "stream", ""]
     transport: str = ""
     memory: str = ""
     fence: Literal["worker", "process"] = "process"
-    probes: list[tuple[int, float, float, int, Literal["kernel", "engine", "put", "shm"]]] = []
+    probes: list[tuple[int, float, float, int, Literal["kernel", "engine", "put", "shm", "stream"]]] = []
     reason: str = ""
     slow: str = ""
     rails: int = 1

@@ -32,7 +32,7 @@ _KEYS = {
     "ucx": (str, None),
 }
 _CHOICES = {
-    "lane": ("auto", "shm", "peer", "put"),
+    "lane": ("auto", "shm", "peer", "stream", "put"),
     "push": ("chunk", "layer"),
     "put_transport": ("auto", "cma", "tcp"),
 }
@@ -50,7 +50,7 @@ class Settings:
     kv_port: int
     # By the names under which a router may know them.
     peers_by_name: Mapping[tuple[str, int], tuple[str, int]]
-    lane: Literal["auto", "shm", "peer", "put"]
+    lane: Literal["auto", "shm", "peer", "stream", "put"]
     put_transport: Literal["auto", "cma", "tcp"]
     require_lane: str | None
     # PE: when blocks go out, after each chunk of a prompt or after each layer of one.

@@ -9,28 +9,30 @@ import pytest
 
 from kit.asking import Asking, ask, make_prompt
 from kit.breakable import LONG, SMALL_LONGEST, Breakable, wait_idle
+from kit.cluster import Server
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_pe_killed_mid_push(split: Breakable) -> None:
+@pytest.mark.parametrize("lane", ["put/tcp", "stream"])
+def test_pe_killed_mid_push(split: Breakable, lane: str) -> None:
     """Pushed over tcp, with a request for the other lane behind it: local answers; a new PE serves at once."""
-    pe = split.pe()
-    fallbacks = split.ce_tcp.metric("kvrail_prefill_fallbacks_total")
+    pe, far = split.pe(), split.over(lane)
+    fallbacks = far.metric("kvrail_prefill_fallbacks_total")
     # The PE computes one prompt after the other: of the second nothing has been pushed.
-    askings = [split.begin_push(split.ce_tcp), Asking(split.ce, make_prompt(LONG))]
+    askings = [split.begin_push(far), Asking(split.ce, make_prompt(LONG))]
     pe.kill()
     for asking in askings:
         split.check(asking.wait())
         assert asking.route == "local"
-    assert split.ce_tcp.metric("kvrail_prefill_fallbacks_total") == fallbacks + 1
-    wait_idle(split.ce, split.ce_tcp)
+    assert far.metric("kvrail_prefill_fallbacks_total") == fallbacks + 1
+    wait_idle(split.ce, far)
     new = split.pe()
-    for ce in (split.ce, split.ce_tcp):
+    for ce in (split.ce, far):
         answer = ask(ce, make_prompt(100))
         split.check(answer)
         assert answer.route == "remote"
-    wait_idle(new, split.ce, split.ce_tcp)
+    wait_idle(new, split.ce, far)
 
 
 def test_pe_restarted_while_requests_run(split: Breakable) -> None:
@@ -53,14 +55,15 @@ def test_pe_restarted_while_requests_run(split: Breakable) -> None:
     wait_idle(pe, split.ce, split.ce_tcp)
 
 
-def test_pe_lost_between_first_token_and_doorbell(split: Breakable) -> None:
+@pytest.mark.parametrize("lane", ["put/tcp", "stream"])
+def test_pe_lost_between_first_token_and_doorbell(split: Breakable, lane: str) -> None:
     """The first token stays, the second is computed here, and none is given twice."""
     # One step for the whole prompt, so that all its pages travel after the first token.
-    pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.ce_tcp
+    pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.over(lane)
     before = ce.metric("kvrail_prefill_fallbacks_total")
 
     # A PE that freezes there and comes back: its doorbell is too late.
-    asking = freeze_before_doorbell(split)
+    asking = freeze_before_doorbell(split, ce)
     split.check(asking.wait())
     assert asking.route == "remote"
     assert ce.metric("kvrail_prefill_fallbacks_total") == before + 1
@@ -68,7 +71,7 @@ def test_pe_lost_between_first_token_and_doorbell(split: Breakable) -> None:
     wait_idle(pe, split.ce, split.ce_tcp)
 
     split.wait_linked(ce)
-    asking = freeze_before_doorbell(split)
+    asking = freeze_before_doorbell(split, ce)
     pe.kill()
     split.check(asking.wait())
     assert asking.route == "remote"
@@ -76,9 +79,9 @@ def test_pe_lost_between_first_token_and_doorbell(split: Breakable) -> None:
     wait_idle(split.ce, split.ce_tcp)
 
 
-def freeze_before_doorbell(split: Breakable) -> Asking:
+def freeze_before_doorbell(split: Breakable, ce: Server) -> Asking:
     """A request whose first token is out while its doorbell is not; the PE stands still."""
-    pe, ce = split.pe("--max-num-batched-tokens", "2048"), split.ce_tcp
+    pe = split.pe("--max-num-batched-tokens", "2048")
     for _ in range(8):
         asking = Asking(ce, make_prompt(2 * LONG))
         assert asking.first_token.wait(60)
@@ -92,9 +95,10 @@ def freeze_before_doorbell(split: Breakable) -> Asking:
     raise AssertionError("the doorbell was always faster")
 
 
-def test_ce_killed_mid_push(split: Breakable) -> None:
+@pytest.mark.parametrize("lane", ["shm", "stream"])
+def test_ce_killed_mid_push(split: Breakable, lane: str) -> None:
     """The PE lets go of everything, and serves the other CEs meanwhile and afterwards."""
-    small, pe = split.small(), split.pe()
+    small, pe = split.small(lane), split.pe()
     dying = split.begin_push(small, longest=SMALL_LONGEST)
     other = Asking(split.ce, make_prompt(LONG))
     small.kill()

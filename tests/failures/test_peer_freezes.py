@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer that stands still for ten seconds (SIGSTOP), on lanes shm and put/tcp; a cancel that overtakes its call."""
+"""A peer that stands still for ten seconds (SIGSTOP), on several lanes; a cancel that overtakes its call."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FROZEN_S = 10.0
 
 def check_recovered(split: Breakable) -> None:
     """Links work again, prompts go to the PE again, nothing is held."""
-    for ce in (split.ce, split.ce_tcp):
+    for ce in split.ces:
         split.wait_linked(ce)
         answer = ask(ce, make_prompt(100))
         split.check(answer)
         assert answer.route == "remote"
-    wait_idle(split.pe(), split.ce, split.ce_tcp)
+    wait_idle(split.pe(), *split.ces)
 
 
-@pytest.mark.parametrize("lane", ["shm", "put/tcp"])
+@pytest.mark.parametrize("lane", ["shm", "put/tcp", "stream"])
 def test_pe_freezes_mid_push(split: Breakable, lane: str) -> None:
     """The CEs answer by themselves while it stands still; what it writes when it wakes up hits nobody."""
     pe = split.pe()
-    first, second = (split.ce, split.ce_tcp) if lane == "shm" else (split.ce_tcp, split.ce)
+    first, second = split.over(lane), split.ce_tcp if lane == "shm" else split.ce
     # The PE computes one prompt after the other: of the second nothing has been pushed.
     askings = [split.begin_push(first), Asking(second, make_prompt(LONG))]
     started = time.monotonic()
@@ -75,16 +75,17 @@ def test_a_late_pe_fails_nobody_where_the_ce_never_prefills(split: Breakable) ->
     check_recovered(split)
 
 
-def test_ces_freeze_mid_push(split: Breakable) -> None:
+@pytest.mark.parametrize("lane", ["put/tcp", "stream"])
+def test_ces_freeze_mid_push(split: Breakable, lane: str) -> None:
     """The PE stays able to serve; the CEs finish what they had when they wake up."""
-    pe = split.pe()
-    ces = (split.ce, split.ce_tcp)
+    pe, far = split.pe(), split.over(lane)
+    ces = (split.ce, far)
     # Both are pushed while nobody is there to receive them: the first in part, the second as a whole.
     askings = [
         split.begin_push(split.ce, max_tokens=20),
-        Asking(split.ce_tcp, make_prompt(LONG), max_tokens=20),
+        Asking(far, make_prompt(LONG), max_tokens=20),
     ]
-    wait_until(lambda: split.ce_tcp.metric("kvrail_tickets") == 1, 20, "both have tickets", split.ce_tcp)
+    wait_until(lambda: far.metric("kvrail_tickets") == 1, 20, "both have tickets", far)
     for ce in ces:
         ce.freeze()
     try:

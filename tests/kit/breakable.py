@@ -2,7 +2,7 @@
 """A split system for tests that break it: two CEs, one PE that may be killed and replaced, and the single engine.
 
 The PE computes in small steps, so that a long prompt is pushed in many pieces. `ce` gets its pages over lane shm,
-`ce_tcp` over put/tcp.
+`ce_tcp` over put/tcp; a third one over stream is started when a test asks for it (`over`).
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Breakable:
         url = self._pe.url
         self.ce = self.start_ce("--pe-url", url)
         self.ce_tcp = self.start_ce("--pe-url", url, "--lane", "put", "--put-transport", "tcp")
+        self.by_lane = {"shm": self.ce, "put/tcp": self.ce_tcp}
         self._pe_flags: tuple[str, ...] = ()
         self._small: Server | None = None
         self._gone: set[object] = set()
@@ -102,15 +103,27 @@ class Breakable:
         """One more CE. It ends with the whole system."""
         return self._start("ce", "--kv-pages", "256", "--link-share", "0.6", *flags)
 
+    def over(self, lane: str) -> Server:
+        """The CE whose pages come over that lane (shm, put/tcp, stream); linked with the PE."""
+        if lane not in self.by_lane:
+            self.by_lane[lane] = self.start_ce("--pe-url", self.pe().url, "--lane", lane)
+            self.wait_linked(self.by_lane[lane].wait_ready())
+        return self.by_lane[lane]
+
+    @property
+    def ces(self) -> tuple[Server, ...]:
+        """All of them."""
+        return tuple(self.by_lane.values())
+
     def _start_pe(self, port: int | None, flags: tuple[str, ...]) -> Server:
         return self._start("pe", "--max-num-batched-tokens", "16", "--kv-pages", "80", *flags, port=port)
 
     def pe(self, *flags: str) -> Server:
-        """The PE, with these extra flags, linked with both CEs: the one that runs, or a new one on the same port."""
+        """The PE, with these extra flags, linked with all CEs: the one that runs, or a new one on the same port."""
         if self._pe.process.poll() is not None or self._pe_flags != flags:
             self.replace_pe(*flags)
         self._pe.wait_ready()
-        for ce in (self.ce, self.ce_tcp):
+        for ce in self.ces:
             ce.wait_ready()
             self.wait_linked(ce)
         return self._pe
@@ -120,16 +133,20 @@ class Breakable:
         if self._pe.process.poll() is None:
             self._pe.stop()
         # A CE may take a moment to see that the old one is gone; a link to that one is no link.
-        self._gone |= {link["peer"] for ce in (self.ce, self.ce_tcp) for link in self.links(ce)}
+        self._gone |= {link["peer"] for ce in self.ces for link in self.links(ce)}
         self._pe, self._pe_flags = self._start_pe(self._pe.port, flags), flags
         return self._pe
 
-    def small(self) -> Server:
-        """A CE with four seats and room for four small prompts, that never prefills; linked with the PE."""
+    def small(self, lane: str = "auto") -> Server:
+        """A CE with four seats and room for four small prompts, that never prefills; linked with the PE. `lane`: of one
+        that has to be started.
+        """
         pe = self.pe()
         if self._small is None or self._small.process.poll() is not None:
             limits = ("--kv-pages", "48", "--link-share", "0.9", "--max-num-seqs", "4", "--max-queue", "3")
-            self._small = self.start_ce("--pe-url", pe.url, "--local-prefill", "never", *limits)
+            self._small = self.start_ce(
+                "--pe-url", pe.url, "--lane", lane, "--local-prefill", "never", *limits
+            )
         self.wait_linked(self._small.wait_ready())
         return self._small
 
@@ -143,9 +160,9 @@ class Breakable:
         return [link["state"] for link in self.links(ce) if link["peer"] not in self._gone] == ["up"]
 
     def wait_unlinked(self, within_s: float = 20) -> None:
-        """Return when both CEs have seen that the PE is gone."""
-        ces = (self.ce, self.ce_tcp)
-        wait_until(lambda: not any(self.linked(ce) for ce in ces), within_s, "both links are down", *ces)
+        """Return when the CEs have seen that the PE is gone."""
+        ces = self.ces
+        wait_until(lambda: not any(self.linked(ce) for ce in ces), within_s, "all links are down", *ces)
 
     def links(self, ce: Server) -> list[dict[str, object]]:
         """The links of a CE to whoever is at the PE's URL now, as /lanes shows them."""

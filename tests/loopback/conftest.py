@@ -22,12 +22,18 @@ _spec.loader.exec_module(peer_module)
 
 
 @pytest.fixture
+def peers() -> Any:
+    """The module of a link end: its class Peer, and what its ends agree on."""
+    return peer_module
+
+
+@pytest.fixture
 def make_pair() -> Iterator[Callable[..., Any]]:
     """make_pair(transport, **options) → (writer end, receiver end) in this process, joined."""
     with ExitStack() as stack:
 
         def make(transport: str, **options: Any) -> tuple[Any, Any]:
-            ends = tuple(peer_module.Peer(transport, **options) for _ in range(2))
+            ends = tuple(peer_module.Peer(transport, reads=reads, **options) for reads in (False, True))
             for end in ends:
                 stack.callback(end.close)
             ends[0].join(ends[1].card())
@@ -39,14 +45,17 @@ def make_pair() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def make_remote() -> Iterator[Callable[..., Any]]:
-    """make_remote(transport, **options) → (end here, end in another process), joined."""
+    """make_remote(transport, **options) → (end here, end in another process), joined.
+
+    `reads_here`: of lane stream this is the reading end, else the other.
+    """
     with ExitStack() as stack:
 
-        def make(transport: str, **options: Any) -> tuple[Any, Remote]:
+        def make(transport: str, reads_here: bool = False, **options: Any) -> tuple[Any, Remote]:
             remote = Remote(_PEER)
             stack.callback(remote.end)
-            theirs = remote.do("open", transport=transport, **options)
-            here = peer_module.Peer(transport, **options)
+            theirs = remote.do("open", transport=transport, reads=not reads_here, **options)
+            here = peer_module.Peer(transport, reads=reads_here, **options)
             stack.callback(here.close)
             here.join(theirs)
             remote.do("join", card=here.card())

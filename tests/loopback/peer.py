@@ -14,13 +14,18 @@ import numpy as np
 from kit.native_events import NativeEvents
 from kit.remote import serve
 from kvrail.transfer import ucx
+from kvrail.transfer.stream_socket import dial_stream, listen_stream
 from kvrail.transfer.ucx import EventKind
 
-PUT, SHM = 0, 1  # the pool ids under which the other end's pages are imported
+PUT, SHM, STREAM = 0, 1, 2  # the pool ids under which the other end's pages are imported
+SECRET = bytes(range(32))
 
 
 class Peer(NativeEvents):
-    """A link, its reactor, and `pages` pages of `page_bytes` in a sealed memfd, registered with UCX."""
+    """A link, its reactor, and `pages` pages of `page_bytes` in a sealed memfd, registered with UCX.
+
+    `reads`: of lane stream it is the reading end, else the writing one.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Peer(NativeEvents):
         spin_us: int = 0,
         copy_threads: int = 1,
         rails: int = 1,
+        reads: bool = False,
         overrides: dict[str, str] | None = None,
     ) -> None:
         self.page_bytes, self._rails = page_bytes, rails
@@ -45,6 +51,8 @@ class Peer(NativeEvents):
         self.base: int = self.data.ctypes.data
         self.region = self.context.register(self.base, self.data.nbytes)
         self.link = self.reactor.open_link(epoch=1, cookie=cookie)
+        self.listening = listen_stream("127.0.0.1") if reads else None
+        self._stream = None if self.listening is None else self.listening.getsockname()
         super().__init__(self.reactor)
 
     def card(self) -> dict[str, Any]:
@@ -56,6 +64,7 @@ class Peer(NativeEvents):
             "page_bytes": self.page_bytes,
             "key": self.region.packed_key().hex(),
             "memfd": f"/proc/{os.getpid()}/fd/{self.fd}",
+            "stream": self._stream,
         }
 
     def join(self, card: dict[str, Any]) -> None:
@@ -66,12 +75,23 @@ class Peer(NativeEvents):
         self.link.import_put(PUT, base=card["base"], key=bytes.fromhex(card["key"]), **size)
         self._theirs = card
         self._import_shm(SHM)
+        if self.listening is not None:
+            self.read_stream()
+        elif card["stream"]:
+            self.link.write_stream(dial_stream(*card["stream"]).detach(), secret=SECRET)
+            self.link.import_stream(STREAM, **size)
+        self.link.settle_stream(True)
         nothing = np.zeros(1, dtype=np.uint32)
         for number in range(1, self._rails):
             # It takes part in pushes once it has carried something alone.
             writer = self.link.writer(-number % (1 << 64), ttl_s=30.0)
             writer.push(PUT, self.base, nothing, nothing, rail=number)
             self.take(EventKind.PROGRESS)
+
+    def read_stream(self) -> None:
+        assert self.listening is not None
+        pools = [(STREAM, self.base, self.data.nbytes, self.page_bytes)]
+        self.link.read_stream(self.listening.detach(), secret=SECRET, pools=pools)
 
     def import_both(self, pool: int) -> None:
         """Import the other end's pages as `pool`, which they are for puts already, for lane shm as well."""
@@ -88,6 +108,8 @@ class Peer(NativeEvents):
     def close(self) -> None:
         """Everything, in the order that the layers ask for."""
         self.link.close()
+        if self.listening is not None:
+            self.listening.close()
         self.region.close()
         self.reactor.close()
         self.context.close()

@@ -16,7 +16,7 @@ import pytest
 
 from kvrail.transfer.ucx import EventKind
 
-PUT, SHM = 0, 1
+PUT, SHM, STREAM = 0, 1, 2
 CANCELED = -16
 MIB = 1 << 20
 Make = Callable[..., Any]
@@ -33,12 +33,12 @@ def keep_pushing(end: Any, writer: Any, lane: int, times: int = 200) -> None:
         writer.push(lane, end.base, pages, pages[::-1].copy())
 
 
-@pytest.mark.parametrize("rails", [1, 4])
-def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make, rails: int) -> None:
-    here, remote = make_remote("tcp", pages=64, page_bytes=MIB, rails=rails)
+@pytest.mark.parametrize(("lane", "rails"), [(PUT, 1), (PUT, 4), (STREAM, 1)])
+def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make, lane: int, rails: int) -> None:
+    here, remote = make_remote("tcp", pages=64, page_bytes=MIB, rails=rails, reads_here=True)
     remote.do("fill", word=1)
     before = remote.do("stats")["rail_puts"]
-    remote.do("push", lane=PUT, pages=list(range(63, -1, -1)), key=1, times=100)
+    remote.do("push", lane=lane, pages=list(range(63, -1, -1)), key=1, times=100)
     deadline = time.monotonic() + 20
     while not here.data.any():
         assert time.monotonic() < deadline
@@ -48,14 +48,14 @@ def test_nothing_lands_after_a_fence_over_tcp(make_remote: Make, rails: int) -> 
     here.data[:] = 7
     time.sleep(0.5)
     assert (here.data == 7).all()
-    # The other end is told by UCX, and its writer fails.
+    # The other end sees it, and its writer fails.
     while EventKind.FAILED not in remote.do("kinds"):
         assert time.monotonic() < deadline + 20
         time.sleep(0.02)
     assert (remote.do("stats")["rail_puts"] > before) == (rails > 1)
 
 
-@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", SHM)])
+@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", SHM), ("tcp", STREAM)])
 def test_a_fence_here_fails_our_writers_and_stops_our_writes(
     make_pair: Make, transport: str, lane: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_fence_here_fails_our_writers_and_stops_our_writes(
         writer.stop()
     assert {(event[2], event[3] != 0) for event in here.take(EventKind.QUIET, 2)} == {(1, True), (2, True)}
     assert busy.posted == busy.done + busy.failed
-    if (transport, lane) != ("tcp", PUT):  # over tcp, what the kernel has buffered still lands
+    if transport == "cma" or lane == SHM:  # over tcp, what the kernel has buffered still lands
         there.data[:] = 7
         time.sleep(0.2)
         assert (there.data == 7).all()
@@ -111,7 +111,7 @@ def test_a_fence_hurts_no_other_link(make_pair: Make) -> None:
     theirs.close()
 
 
-@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", SHM)])
+@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", SHM), ("tcp", STREAM)])
 def test_a_killed_receiver_fails_the_writers(make_remote: Make, transport: str, lane: int) -> None:
     here, remote = make_remote(transport, pages=64, page_bytes=MIB)
     writer = here.link.writer(1, ttl_s=60.0)
@@ -130,20 +130,38 @@ def test_a_killed_receiver_fails_the_writers(make_remote: Make, transport: str, 
     assert here.take(EventKind.FLUSHED)[0][3] != 0
 
 
-@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT)])
+@pytest.mark.parametrize(("transport", "lane"), [("cma", PUT), ("tcp", PUT), ("tcp", STREAM)])
 def test_a_killed_sender_is_noticed(make_remote: Make, transport: str, lane: int) -> None:
-    here, remote = make_remote(transport, pages=64, page_bytes=MIB)
+    here, remote = make_remote(transport, pages=64, page_bytes=MIB, reads_here=True)
     remote.do("push", lane=lane, pages=list(range(63, -1, -1)), key=1, times=50)
     time.sleep(0.05)
     remote.signal(signal.SIGKILL)
     here.take(EventKind.LINK_ERROR, timeout=30)
 
 
-def test_a_frozen_receiver_keeps_quiet_unproven_until_the_fence(make_remote: Make) -> None:
+@pytest.mark.parametrize("lane", [PUT, STREAM])
+def test_a_sender_frozen_within_a_page_is_fenced(make_remote: Make, lane: int) -> None:
+    here, remote = make_remote("tcp", pages=4, page_bytes=64 * MIB, reads_here=True)
+    remote.do("fill", word=1)
+    remote.do("push", lane=lane, pages=[2, 0], key=1, times=100)
+    until(lambda: bool(here.data[2, -1]), 20)
+    remote.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    here.link.fence()
+    here.take(EventKind.FENCED)
+    assert time.monotonic() - began < 5
+    here.data[:] = 7
+    remote.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert (here.data == 7).all()
+
+
+@pytest.mark.parametrize("lane", [PUT, STREAM])
+def test_a_frozen_receiver_keeps_quiet_unproven_until_the_fence(make_remote: Make, lane: int) -> None:
     here, remote = make_remote("tcp", pages=64, page_bytes=MIB)
     remote.signal(signal.SIGSTOP)
     writer = here.link.writer(1, ttl_s=0.3)
-    keep_pushing(here, writer, PUT)
+    keep_pushing(here, writer, lane)
     # Units that wait for room are refused when the time is over.
     assert here.take(EventKind.FAILED, timeout=10)[0][2] == 1
     writer.stop()
@@ -157,7 +175,7 @@ def test_a_frozen_receiver_keeps_quiet_unproven_until_the_fence(make_remote: Mak
 
 
 def test_closing_while_pushing_is_clean(make_pair: Make) -> None:
-    for transport, lane in (("cma", PUT), ("tcp", PUT), ("tcp", SHM)):
+    for transport, lane in (("cma", PUT), ("tcp", PUT), ("tcp", SHM), ("tcp", STREAM)):
         here, _ = make_pair(transport, pages=64, page_bytes=MIB)
         writer = here.link.writer(1, ttl_s=60.0)
         keep_pushing(here, writer, lane, times=20)

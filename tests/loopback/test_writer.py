@@ -12,11 +12,12 @@ import pytest
 
 from kvrail.transfer.ucx import EventKind
 
-PUT, SHM = 0, 1
+PUT, SHM, STREAM = 0, 1, 2
 LANES = [
     pytest.param("cma", PUT, id="put-cma"),
     pytest.param("tcp", PUT, id="put-tcp"),
     pytest.param("tcp", SHM, id="shm"),
+    pytest.param("tcp", STREAM, id="stream"),
 ]
 INVALID_ADDRESS, TIMED_OUT = -7, -20
 Make = Callable[..., Any]
@@ -67,7 +68,7 @@ def test_nothing_sleeps_between_two_slices(make_pair: Make, copy_threads: int, p
     assert time.monotonic() - begun < 1.0
 
 
-@pytest.mark.parametrize("lane", [PUT, SHM])
+@pytest.mark.parametrize("lane", [PUT, SHM, STREAM])
 def test_large_units_are_cut_into_slices(make_pair: Make, lane: int) -> None:
     here, there = make_pair("cma", pages=3, page_bytes=(5 << 20) + 4096)
     numbered(here)
@@ -111,7 +112,7 @@ def test_runs_contiguous_on_both_sides_become_one_put(make_pair: Make) -> None:
     assert (there.data[target] == here.data[source]).all()
 
 
-@pytest.mark.parametrize("lane", [PUT, SHM])
+@pytest.mark.parametrize("lane", [PUT, SHM, STREAM])
 @pytest.mark.parametrize(
     ("source", "target"), [([1, 2], [3, 64]), ([63, 64], [1, 2]), ([0], [2**32 - 1])], ids=str
 )
@@ -133,7 +134,7 @@ def test_an_index_outside_is_refused_before_anything_is_written(
     assert not there.data.any()
 
 
-@pytest.mark.parametrize("lane", [PUT, SHM])
+@pytest.mark.parametrize("lane", [PUT, SHM, STREAM])
 def test_long_lists_go_in_pieces_to_the_last_unit(make_pair: Make, lane: int) -> None:
     units = 2 * 32768 + 5
     here, there = make_pair("cma", pages=units, page_bytes=64)
@@ -201,14 +202,15 @@ def test_nothing_lands_after_quiet(make_pair: Make, transport: str, lane: int) -
     assert (there.data == 7).all()
 
 
-def test_writers_take_turns(make_pair: Make) -> None:
+@pytest.mark.parametrize("lane", [PUT, STREAM])
+def test_writers_take_turns(make_pair: Make, lane: int) -> None:
     here, there = make_pair("cma", pages=64, page_bytes=1 << 20)
     long = here.link.writer(1, ttl_s=60.0)
     pages = indices(range(64))
     for _ in range(30):
-        long.push(PUT, here.base, pages, pages[::-1].copy())
+        long.push(lane, here.base, pages, pages[::-1].copy())
     short = here.link.writer(2, ttl_s=60.0)
-    short.push(PUT, here.base, indices([0]), indices([0]))
+    short.push(lane, here.base, indices([0]), indices([0]))
     short.ring(b"short")
     assert there.messages() == [b"short"]
     assert long.done < 30 * 64
@@ -233,13 +235,19 @@ def test_a_call_with_thousands_of_pages_returns_at_once(make_pair: Make) -> None
     assert sorted(took)[len(took) // 2] < 2e-3, took
 
 
-def test_a_dropped_writer_stops(make_pair: Make) -> None:
+@pytest.mark.parametrize("lane", [PUT, STREAM])
+def test_a_dropped_writer_stops(make_pair: Make, lane: int) -> None:
     here, there = make_pair("tcp", pages=64, page_bytes=1 << 20)
     here.data[:] = 1
     writer = here.link.writer(3, ttl_s=30.0)
     for _ in range(20):
-        writer.push(PUT, here.base, indices(range(64)), indices(range(63, -1, -1)))
+        writer.push(lane, here.base, indices(range(64)), indices(range(63, -1, -1)))
     del writer
+    if lane == STREAM:
+        # Behind what had begun.
+        last = here.link.writer(4, ttl_s=30.0)
+        last.push(STREAM, here.base, indices([0]), indices([63]))
+        here.take(EventKind.PROGRESS)
     here.link.flush(1)
     here.take(EventKind.FLUSHED)
     there.data[:] = 7
@@ -263,7 +271,7 @@ def test_misuse_is_told_at_the_call(make_pair: Make) -> None:
         here.link.writer(4, ttl_s=-1.0)
 
 
-@pytest.mark.parametrize(("transport", "lane"), [LANES[0], LANES[2]])
+@pytest.mark.parametrize(("transport", "lane"), [LANES[0], *LANES[2:]])
 def test_what_is_small_is_done_by_the_caller_while_the_progress_thread_sleeps(
     make_pair: Make, transport: str, lane: int
 ) -> None:

@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "shm": ("llama", 16, ("--max-num-batched-tokens", "64")),
     "put/cma": ("qwen3", 128, ("--lane", "put", "--max-num-batched-tokens", "100")),
     "put/tcp": ("llama", 16, ("--lane", "put", "--put-transport", "tcp")),
+    "stream": ("llama", 16, ("--lane", "stream", "--max-num-batched-tokens", "64")),
 }
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-LANES = ["shm", "put/cma", "put/tcp"]
+LANES = ["shm", "put/cma", "put/tcp", "stream"]
 
 
 def compare(single: Server, ce: Server, lane: str, page_tokens: int, concurrency: int) -> tuple[Report, str]:

@@ -57,17 +57,21 @@ def test_command_writes_table_and_records(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())
     ways = {(record["lane"], record["transport"]) for record in records}
-    expected = {("shm", "memcpy"), ("put", "cma"), ("put", "tcp"), ("socket", "tcp"), ("memcpy", "memcpy")}
-    assert ways - {("nixl", "ucx")} == expected
+    expected = {("shm", "memcpy"), ("put", "cma"), ("put", "tcp"), ("stream", "tcp"), ("socket", "tcp")}
+    assert ways - {("nixl", "ucx")} == expected | {("memcpy", "memcpy")}
     awake = {record["lane"] for record in records if record["mode"] == "awake"}
-    assert awake - {"nixl"} == {"shm", "put"}, "ways that know one manner of waiting are not measured again"
+    assert awake - {"nixl"} == {"shm", "put", "stream"}, (
+        "ways that know one manner of waiting are not measured again"
+    )
     for record in records:
         assert record.keys() >= FIELDS
         assert record["verified"] is True
         assert (record["page_bytes"], record["pages"], record["rounds"]) == (4096, 8, 2)
         lane, mode = record["lane"], record["mode"]
         ours = {"asleep": "sleep", "awake": "spin" if (os.cpu_count() or 1) <= 2 else "poll"}[mode]
-        assert record["threads"] == {"nixl": "poll", "shm": ours, "put": ours}.get(lane, "sleep")
+        assert record["threads"] == {"nixl": "poll", "shm": ours, "put": ours, "stream": ours}.get(
+            lane, "sleep"
+        )
         assert 0 < record["median_us"] <= record["p99_us"]
         # Both are rounded.
         assert record["gb_per_s"] == pytest.approx(8 * 4096 / record["median_us"] / 1000, rel=0.05, abs=1e-3)

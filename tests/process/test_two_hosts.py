@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PE and a CE on two hosts (network namespaces): identity over put/tcp, and nothing listens where it must not."""
+"""A PE and a CE on two hosts (network namespaces): identity, and nothing listens where it must not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ def hosts() -> Iterator[Namespaces]:
         yield names
 
 
+@pytest.fixture(scope="module", params=["put/tcp", "stream"])
+def lane(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def servers(
-    cluster: Cluster, hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, hosts: Namespaces, tmp_path_factory: pytest.TempPathFactory, lane: str
 ) -> Iterator[tuple[Server, Server]]:
     """(PE, CE), each with a runtime folder that the other cannot see."""
     model, folder = cluster.model("llama"), tmp_path_factory.mktemp("hosts")
@@ -41,7 +46,16 @@ def servers(
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
     flags = ["--served-model-name", MODEL, "--dtype", "float32", "--page-tokens", "16", "--kv-pages", "1024"]
-    flags += ["--put-transport", "tcp", "--token-file", str(token), "--verify-kv", "1"]
+    flags += [
+        "--put-transport",
+        "tcp",
+        "--require-lane",
+        lane,
+        "--token-file",
+        str(token),
+        "--verify-kv",
+        "1",
+    ]
     for name in ("a", "b"):
         (folder / name).mkdir(mode=0o700)
     pe = Server(
@@ -68,7 +82,7 @@ def servers(
         yield pe, ce
 
 
-def test_identity(cluster: Cluster, servers: tuple[Server, Server]) -> None:
+def test_identity(cluster: Cluster, servers: tuple[Server, Server], lane: str) -> None:
     _, ce = servers
     said = Console(file=io.StringIO(), width=200)
     for concurrency in (1, 8):
@@ -77,7 +91,7 @@ def test_identity(cluster: Cluster, servers: tuple[Server, Server]) -> None:
                 cluster.single("put/tcp").url,
                 ce.url,
                 model=MODEL,
-                expect_lane="put/tcp",
+                expect_lane=lane,
                 prompts=make_prompts(16, 600),
                 max_tokens=10,
                 concurrency=concurrency,
@@ -89,9 +103,9 @@ def test_identity(cluster: Cluster, servers: tuple[Server, Server]) -> None:
         assert report.compared >= 20
 
 
-def test_the_ce_says_why_there_is_no_shm(servers: tuple[Server, Server]) -> None:
+def test_the_ce_says_why_there_is_no_shm(servers: tuple[Server, Server], lane: str) -> None:
     (link,) = links(servers[1])
-    assert (link["lane"], link["transport"], link["same_host"]) == ("put", "tcp", False)
+    assert (link["lane"], link["transport"], link["same_host"]) == (lane.removesuffix("/tcp"), "tcp", False)
     assert "no shm: " in link["reason"]
     assert "socket" in link["reason"]
 

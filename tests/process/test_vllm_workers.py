@@ -15,7 +15,7 @@ from kit.vllm_pair import Worker, free_port, ticket, until
 
 pytestmark = pytest.mark.process
 Start = Callable[..., Worker]
-PUT_TCP = {"put_transport": "tcp"}
+LANES: dict[str, dict[str, Any]] = {"cma": {}, "tcp": {"put_transport": "tcp"}, "stream": {"lane": "stream"}}
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def pair(start: Start) -> Pair:
     return Pair(start)
 
 
-@pytest.mark.parametrize("extra", [{}, PUT_TCP], ids=["cma", "tcp"])
+@pytest.mark.parametrize("extra", LANES.values(), ids=LANES)
 def test_blocks_move_while_the_prompt_is_computed(start: Start, extra: dict[str, Any]) -> None:
     pair = Pair(start, extra, extra)
     name = ticket()
@@ -244,7 +244,7 @@ def test_a_grant_that_never_comes(start: Start) -> None:
     pair.check_idle()
 
 
-@pytest.mark.parametrize("extra", [{}, PUT_TCP], ids=["cma", "tcp"])
+@pytest.mark.parametrize("extra", LANES.values(), ids=LANES)
 def test_the_prefill_engine_is_killed_and_comes_back(start: Start, extra: dict[str, Any]) -> None:
     pair = Pair(start, extra, extra)
     name = ticket()
@@ -377,8 +377,8 @@ def test_what_is_refused(start: Start, pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("other", "word"),
     [
-        ({"facts": {"model": "n"}}, "model: ours 'm', theirs 'n'"),
-        ({"groups": 2}, "groups: ours 1, theirs 2"),
+        ({"facts": {"model": "n"}}, "model: 'm' on the pe, 'n' on the ce"),
+        ({"groups": 2}, "groups: 1 on the pe, 2 on the ce"),
         ({"tensors": 4}, "ranges"),
         ({"token": "b" * 32}, "cluster token"),
     ],

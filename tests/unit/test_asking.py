@@ -52,7 +52,7 @@ def test_a_lane_that_there_is_not_is_refused_before_anybody_is_asked(
     with pytest.raises(SystemExit) as ended:
         check(ref="http://127.0.0.1:1", split="http://127.0.0.1:1", expect_lane=lane)
     assert ended.value.code == 2
-    assert f"--expect-lane {lane}: must be shm, peer, put, put/cma" in capsys.readouterr().err
+    assert f"--expect-lane {lane}: must be shm, peer, stream, put, put/cma" in capsys.readouterr().err
 
 
 def test_no_proxy_stands_between_a_tool_and_its_server(url: str) -> None:

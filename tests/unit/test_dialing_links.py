@@ -116,7 +116,7 @@ def test_what_the_peer_says_before_its_accept_is_read_is_not_lost(
     stream = ControlStream(listener.accept()[0])
     judged: list[int] = []
 
-    def judge(key: LinkKey, offer: handshake.Offer, fds: tuple[int, ...]) -> Accept:
+    def judge(key: LinkKey, offer: handshake.Offer, fds: tuple[int, ...], secret: bytes) -> Accept:
         judged.append(offer.epoch)
         # The PE's self-test is here, and our loop reads its news, before it reads the answer to its offer.
         test = SelfTest(epoch=offer.epoch, offset=0, nbytes=0, checksum=1)

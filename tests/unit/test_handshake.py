@@ -64,7 +64,7 @@ class Talk(NamedTuple):
     sent: list[tuple[str, bytes]]
 
 
-def judge_layout(key: LinkKey, made: Offer, fds: tuple[int, ...]) -> Accept:
+def judge_layout(key: LinkKey, made: Offer, fds: tuple[int, ...], secret: bytes) -> Accept:
     require_equal(LAYOUT, made.layout)
     return Accept(scope="all", address=b"worker address of the pe")
 
@@ -75,7 +75,7 @@ def talk(
     pe_token: bytes = TOKEN,
     expected: LinkKey = PE,
     made: Offer | None = None,
-    judge: Callable[[LinkKey, Offer, tuple[int, ...]], Accept] = judge_layout,
+    judge: Callable[[LinkKey, Offer, tuple[int, ...], bytes], Accept] = judge_layout,
     tamper: Callable[[int, bytes], bytes] = lambda position, payload: payload,
 ) -> Talk:
     """Let both sides speak until both have ended. `tamper(position, payload)` sits on the wire."""
@@ -115,9 +115,23 @@ def talk(
 
 def test_both_sides_agree() -> None:
     result = talk()
-    ours, accept = result.ce
+    ours, accept, _ = result.ce
     assert (ours.epoch, accept.scope, accept.address) == (1, "all", b"worker address of the pe")
     assert len(result.sent) == 6
+
+
+def test_both_sides_have_a_secret_that_nobody_said() -> None:
+    heard: list[bytes] = []
+
+    def judge(key: LinkKey, made: Offer, fds: tuple[int, ...], secret: bytes) -> Accept:
+        heard.append(secret)
+        return judge_layout(key, made, fds, secret)
+
+    talks = [talk(judge=judge) for _ in range(2)]
+    assert [made.ce.secret for made in talks] == heard
+    assert len(heard[0]) == 32
+    assert heard[0] != heard[1]
+    assert all(heard[0] not in payload for made in talks for _, payload in made.sent)
 
 
 @pytest.mark.parametrize("wrong", ["ce_token", "pe_token"])

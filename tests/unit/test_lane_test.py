@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -48,15 +50,27 @@ GPU_OFFER = msgspec.structs.replace(
     gpu=Gpu(uuid=b"g" * 16, name="GPU"),
 )
 WISHES = (Wishes("auto", "auto", None), Wishes("auto", "auto", None))
-PLANS = {"put": Plan(("put",), "all", "auto", ""), "peer": Plan(("peer", "put"), "all", "auto", "")}
+PLANS = {
+    "put": Plan(("put",), "all", "auto", ""),
+    "peer": Plan(("peer", "put"), "all", "auto", ""),
+    "rivals": Plan(("stream", "put"), "network", "auto", "far"),
+}
 
 
 class Bench:
     """A lane test over a link that only takes notes. `broken`: ways whose self-test fails."""
 
     def __init__(
-        self, lane: str = "put", *, broken: tuple[str, ...] = (), memory: str = "host", rails: int = 1
+        self,
+        lane: str = "put",
+        *,
+        broken: tuple[str, ...] = (),
+        memory: str = "host",
+        rails: int = 1,
+        slow: str = "",
     ) -> None:
+        self.slow = slow
+        self.used: list[bool] = []
         self.opened: list[int] = []
         self.imported: list[tuple[str, int]] = []
         self.broken = broken
@@ -65,6 +79,9 @@ class Bench:
         self.timed = False
         link: Any = SimpleNamespace(
             import_put=lambda pool, **_: self.imported.append(("put", pool)),
+            import_stream=lambda pool, **_: self.imported.append(("stream", pool)),
+            write_stream=lambda fd, secret: os.close(fd),
+            settle_stream=self.used.append,
             import_peer=lambda pool, **_: self.imported.append(("peer", pool)),
             writer=self._writer,
             transports=lambda: ["tcp/lo"],
@@ -74,6 +91,9 @@ class Bench:
             name="probe", memory=memory, address=1, unit_bytes=4096, nbytes=8 << 20, write=lambda *_: None
         )
         offer = GPU_OFFER if lane == "peer" else OFFER
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        if lane == "rivals":
+            offer = msgspec.structs.replace(OFFER, stream=self.listening.getsockname())
         self.test = lane_test(link, offer, PLANS[lane], WISHES, (), pool, 0, itertools.count(1), rails=rails)
 
     def _writer(self, key: int, ttl_s: float) -> Any:
@@ -90,12 +110,17 @@ class Bench:
         self.timed = test.nbytes == 0
 
     def run(self, late_s: float = -10.0) -> LaneInfo:
+        with self.listening:
+            return self._run(late_s)
+
+    def _run(self, late_s: float) -> LaneInfo:
         next(self.test)
         while True:
             if self.last_way in self.broken:
                 news = News("failed", False, "broken")
             elif self.timed:
-                news = News("rung", True, "", time.monotonic() - late_s)
+                late = late_s - 100.0 if self.last_way == self.slow else late_s
+                news = News("rung", True, "", time.monotonic() - late)
             else:
                 news = News("verdict", True, "")
             try:
@@ -153,3 +178,28 @@ def test_each_rail_is_tested_alone_and_the_lane_says_how_many_work() -> None:
 def test_only_lanes_whose_puts_cost_the_cpu_have_rails() -> None:
     bench = Bench("peer", memory="cuda", rails=4)
     assert (bench.run(1.0).rails, bench.opened_rails) == (1, [])
+
+
+@pytest.mark.parametrize(("slow", "taken"), [("put", "stream"), ("stream", "put")])
+def test_of_stream_and_put_the_faster_is_taken(slow: str, taken: str) -> None:
+    bench = Bench("rivals", slow=slow)
+    lane = bench.run()
+    assert (lane.name, lane.transport, lane.fence, bench.used) == (
+        taken,
+        "tcp",
+        "worker",
+        [taken == "stream"],
+    )
+    # Scattered units as well: they are what tells the two apart.
+    assert [(probe.way, probe.runs) for probe in lane.probes] == [(taken, 1)] * 3 + [(taken, 64)]
+    # The pages are imported for that lane alone.
+    assert bench.imported == [("stream", PROBE_POOL), ("put", PROBE_POOL), (taken, 0)]
+    assert lane.reason == "far"
+
+
+@pytest.mark.parametrize(("broken", "taken"), [("put", "stream"), ("stream", "put")])
+def test_a_rival_that_does_not_work_leaves_the_other(broken: str, taken: str) -> None:
+    bench = Bench("rivals", broken=(broken,))
+    lane = bench.run()
+    assert (lane.name, bench.used) == (taken, [taken == "stream"])
+    assert f"{broken}: self-test put failed: broken" in lane.reason

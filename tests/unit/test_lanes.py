@@ -21,8 +21,10 @@ from kvrail.transfer.lanes import (
 
 AUTO = Wishes("auto", "auto", None)
 PEER = Wishes("peer", "auto", None)
+STREAM = Wishes("stream", "auto", None)
 NEAR = Facts()
 FAR = Facts(distance="no Unix socket: it is on another host", shared=False)
+NO_CALL = "the completion engine does not listen for it"
 GPUS = Facts(source="cuda", target="cuda", shared=False)
 
 
@@ -33,8 +35,32 @@ def test_near_and_free_tries_shm_first() -> None:
 
 def test_far_gets_network_only_and_says_why() -> None:
     plan = plan_lanes(AUTO, AUTO, FAR)
-    assert (plan.lanes, plan.scope) == (("put",), "network")
+    assert (plan.lanes, plan.scope) == (("stream", "put"), "network")
     assert "another host" in plan.reason
+    plan = plan_lanes(AUTO, AUTO, FAR._replace(no_stream=NO_CALL))
+    assert plan.lanes == ("put",)
+    assert f"no stream: {NO_CALL}" in plan.reason
+
+
+@pytest.mark.parametrize(
+    "wishes", [(STREAM, AUTO), (AUTO, STREAM), (AUTO, Wishes("auto", "auto", "stream"))], ids=str
+)
+def test_stream_leaves_ucx_the_network_only(wishes: tuple[Wishes, Wishes]) -> None:
+    for facts in (NEAR, FAR):
+        plan = plan_lanes(*wishes, facts)
+        assert (plan.lanes, plan.scope) == (("stream",), "network")
+
+
+def test_stream_takes_part_where_nothing_local_is_left() -> None:
+    assert plan_lanes(AUTO, AUTO, NEAR._replace(local_failed="no right to trace")).lanes == (
+        "shm",
+        "stream",
+        "put",
+    )
+    assert plan_lanes(AUTO, Wishes("auto", "tcp", None), NEAR).lanes == ("shm", "stream", "put")
+    assert plan_lanes(Wishes("put", "tcp", None), AUTO, FAR).lanes == ("put",)
+    assert plan_lanes(AUTO, Wishes("auto", "auto", "put/tcp"), FAR).lanes == ("put",)
+    assert plan_lanes(AUTO, AUTO, GPUS._replace(distance="another host")).lanes == ("put",)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -66,6 +92,11 @@ def test_local_transports_that_failed_are_not_tried_again() -> None:
         (PEER, AUTO, GPUS._replace(no_peer="no CUDA device open"), "no peer: no CUDA device open"),
         (PEER, AUTO, GPUS._replace(mps="shared through MPS"), "no peer: shared through MPS"),
         (PEER, Wishes("shm", "auto", None), GPUS, "--lane"),
+        (STREAM, AUTO, GPUS, "no stream: the prefill engine's pages are in GPU memory"),
+        (STREAM, AUTO, NEAR._replace(target="cuda"), "no stream: the completion engine's pages are in GPU"),
+        (STREAM, AUTO, FAR._replace(no_stream=NO_CALL), "no stream: the completion engine does not listen"),
+        (STREAM, Wishes("put", "auto", None), FAR, "--lane"),
+        (AUTO, Wishes("auto", "auto", "stream"), GPUS, "no stream: the prefill engine's pages"),
         (Wishes("shm", "auto", None), AUTO, GPUS, "prefill engine's pages are in GPU memory"),
         (
             Wishes("shm", "auto", None),
@@ -147,6 +178,8 @@ def test_the_worst_transport_decides_the_fence() -> None:
     assert fence_class("put", ["rc_mlx5/mlx5_0:1", "tcp/eth0"]) == "worker"
     assert fence_class("shm", ["tcp/lo"]) == "process"
     assert fence_class("peer", ["tcp/lo"]) == "process"
+    assert fence_class("stream", ["tcp/lo"]) == "worker"
+    assert fence_class("stream", ["tcp/lo", "cma/memory"]) == "process"
     for local in ("cma/memory", "sysv/memory", "posix/memory", "xpmem/memory", "cuda_ipc/cuda"):
         assert fence_class("put", ["tcp/lo", local]) == "process"
 

@@ -17,9 +17,12 @@
 
 namespace kvrail {
 
-// How bytes reach a peer's pool: by UCX; by the CPU into mapped host memory; by the GPU into mapped GPU memory, with
-// its copy engine or with the page-copy kernel. `best`: whatever was imported.
-enum class Way { best, put, shm, engine, kernel };
+// How bytes reach a peer's pool: by UCX; by the CPU into mapped host memory; over a TCP connection of our own; by the
+// GPU into mapped GPU memory, with its copy engine or with the page-copy kernel. `best`: whatever was imported.
+enum class Way { best, put, shm, stream, engine, kernel };
+
+// Ours: the CPU reads the source.
+constexpr bool by_cpu(Way way) { return way == Way::shm || way == Way::stream; }
 
 // A peer's pool, in the ways in which it was imported. Never changed after that: batches hold it.
 struct Pool {
@@ -29,6 +32,7 @@ struct Pool {
   std::shared_ptr<RemoteKey> key;
   std::string packed_key;  // the same, for rails
   std::shared_ptr<Mapping> mapping;
+  bool stream = false;
   std::shared_ptr<PeerMemory> peer;
   bool kernel = false;  // `peer` is fit for the page-copy kernel
   Way last = Way::best;
@@ -42,6 +46,7 @@ struct Pool {
       base = older.base;
     }
     if (!mapping) mapping = older.mapping;
+    stream = stream || older.stream;
     if (!peer) {
       peer = older.peer;
       kernel = older.kernel;
@@ -51,9 +56,26 @@ struct Pool {
   // The way to take for what was wished, or `best` when there is none.
   Way choose(Way wished) const {
     if (wished == Way::best) wished = peer ? kernel ? Way::kernel : Way::engine : last;
-    bool there = wished == Way::put ? key != nullptr : wished == Way::shm ? mapping != nullptr : peer != nullptr;
-    if (wished == Way::kernel && !kernel) there = false;
-    return there ? wished : Way::best;
+    return reached_by(wished) ? wished : Way::best;
+  }
+
+ private:
+  bool reached_by(Way way) const {
+    switch (way) {
+      case Way::best:
+        return false;
+      case Way::put:
+        return key != nullptr;
+      case Way::shm:
+        return mapping != nullptr;
+      case Way::stream:
+        return stream;
+      case Way::engine:
+        return peer != nullptr;
+      case Way::kernel:
+        return peer != nullptr && kernel;
+    }
+    return false;
   }
 };
 
@@ -87,7 +109,7 @@ class Batch {
     if (last >= to->units)
       return "target unit " + std::to_string(last) + " is outside pool " + std::to_string(pool_id) + " of " +
              std::to_string(to->units) + " units";
-    if (way == Way::shm && !from->is_host()) return "the source is " + from->memory() + " memory, way shm needs host";
+    if (by_cpu(way) && !from->is_host()) return "the source is " + from->memory() + " memory, this way needs host";
     if (way == Way::kernel && source % 16 != 0) return "the source is not aligned to 16 bytes, which way kernel needs";
     pool = std::move(to);
     region = std::move(from);

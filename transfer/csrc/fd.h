@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 namespace kvrail {
 
@@ -15,14 +16,17 @@ class Fd {
   Fd(int fd, const char* call) : fd_(fd) {
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), call);
   }
-  ~Fd() { close(fd_); }
+  ~Fd() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Fd(const Fd&) = delete;
   Fd& operator=(const Fd&) = delete;
 
   operator int() const { return fd_; }
 
  private:
-  const int fd_;
+  int fd_;
 };
 
 }  // namespace kvrail

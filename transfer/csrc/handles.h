@@ -81,11 +81,12 @@ struct PyLink {
 };
 
 inline Way way_named(const std::string& name) {
-  constexpr std::pair<const char*, Way> kWays[] = {
-      {"", Way::best}, {"put", Way::put}, {"shm", Way::shm}, {"engine", Way::engine}, {"kernel", Way::kernel}};
+  constexpr std::pair<const char*, Way> kWays[] = {{"", Way::best},         {"put", Way::put},
+                                                   {"shm", Way::shm},       {"stream", Way::stream},
+                                                   {"engine", Way::engine}, {"kernel", Way::kernel}};
   for (const auto& [known, way] : kWays)
     if (name == known) return way;
-  throw nb::value_error("push: way is kernel, engine, shm or put, or empty for the best");
+  throw nb::value_error("push: way is kernel, engine, shm, stream or put, or empty for the best");
 }
 
 class PyWriter {

@@ -136,8 +136,9 @@ bool Link::light(const Load& load) const {
   if (load.units == 0) return true;
   auto to = pool(load.pool);
   if (!to) return false;
-  // The copy threads do it.
-  if (to->choose(load.way) == Way::shm && reactor_.crew() != nullptr) return true;
+  // Other threads do it.
+  const Way way = to->choose(load.way);
+  if (way == Way::stream || (way == Way::shm && reactor_.crew() != nullptr)) return true;
   return load.units <= kLightUnits && load.units * to->unit_bytes <= kLightBytes;
 }
 
@@ -208,7 +209,7 @@ unsigned Link::turn(Nanos now, int most_progress) {
   }
   // Before any writer looks at a flush that came back OK in the same breath.
   if (error_ != UCS_OK && !error_told_)
-    break_off(error_, std::string("the endpoint failed: ") + ucs_status_string(error_));
+    break_off(error_, std::string("the UCX endpoint failed: ") + ucs_status_string(error_));
   posted_ = 0;
   held_ = false;
   run_writers();

@@ -27,6 +27,8 @@
 #include "put_window.h"
 #include "rail.h"
 #include "stats.h"
+#include "stream_reader.h"
+#include "stream_writer.h"
 #include "worker.h"
 
 namespace kvrail {
@@ -54,6 +56,11 @@ class Link : public std::enable_shared_from_this<Link> {
   std::string describe();
   // `key`: for puts, else empty.
   void import_pool(std::uint32_t id, std::shared_ptr<Pool> pool, std::string key);
+  // Lane stream, of which a link has one end or none; once. Throws when a target is not registered host memory.
+  void read_stream(Fd listener, const StreamSecret& secret, StreamReader::Targets targets);
+  void write_stream(Fd connection, const StreamSecret& secret);
+  // The lane is decided: if it is this one, its failure is the link's from now on; else its end is given back.
+  void settle_stream(bool used);
   void attach_control(int fd, Nanos interval);
   void set_beat(std::string payload);
   Control::PeerBeat peer_beat() const;
@@ -109,6 +116,14 @@ class Link : public std::enable_shared_from_this<Link> {
   // A writer has more to do that nothing will wake us for: no sleep after this turn.
   void go_on() { ++posted_; }
   void hold() { held_ = true; }
+  // False: there is no writing end. Else Writer::share_done() follows.
+  bool stream(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch);
+  // From the stream's thread.
+  void stream_done(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, bool refused, ucs_status_t status,
+                   std::string reason);
+  // `forbidden`: the peer did what no peer does.
+  void stream_failed(const std::string& reason, bool forbidden);
+  void stream_over();
   void put(Writer& writer, const Batch& batch, const Run& run);
   void copy(std::shared_ptr<CopyJob> job);
   void copy_done(const CopyJob& job);
@@ -150,6 +165,8 @@ class Link : public std::enable_shared_from_this<Link> {
   void break_off(ucs_status_t status, const std::string& reason);
   void lose_writers(ucs_status_t status, const std::string& reason);
   void start_operation(bool is_flush, std::shared_ptr<Writer> writer, std::uint64_t token, std::string message);
+  void open_stream(std::function<void(Link&)> open);
+  void end_stream();
   void begin_end(const char* reason, bool force);
   void step_end(Nanos now);
   bool busy_requests() const { return !window_.empty() || !operations_.empty(); }
@@ -185,6 +202,10 @@ class Link : public std::enable_shared_from_this<Link> {
   };
   std::vector<OpenRail> rails_;  // number 1 first
   unsigned rails_running_ = 0;
+  std::unique_ptr<StreamReader> reader_;    // until it is over
+  std::unique_ptr<StreamWriter> streamer_;  // likewise
+  bool stream_used_ = false;
+  std::string stream_fault_;
   std::list<Operation> operations_;
   std::uint32_t copies_out_ = 0;
 

@@ -59,6 +59,8 @@ void Link::begin_end(const char* reason, bool force) {
   force = force || error_ != UCS_OK;
   farewell_.begin(force, now_ns());
   for (const OpenRail& each : rails_) each.rail->end(force);
+  // In peace the peer is to hear our last messages before it sees this end.
+  if (force || reader_) end_stream();
 }
 
 void Link::rail_failed(unsigned number, ucs_status_t status, const std::string& reason) {
@@ -77,8 +79,9 @@ void Link::step_end(Nanos now) {
   if (copies_out_ > 0) return;
   if (worker_) {
     if (!farewell_.step(now, endpoint_.get(), !window_.empty() && puts_by_cpu_, busy_requests())) return;
-    // They hold shares of writers whose last word is due below.
-    if (rails_running_ > 0) return;
+    end_stream();
+    // They hold shares of writers whose last word is due below; and a reader writes until its thread is joined.
+    if (rails_running_ > 0 || reader_ || streamer_) return;
     destroy_worker();
     // What they had under way is accounted for now: let each say its last word before the link does.
     run_writers();

@@ -7,6 +7,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -44,6 +45,25 @@ nb::list drain(PyReactor& self) {
   return events;
 }
 
+StreamSecret secret_of(const nb::bytes& bytes) {
+  StreamSecret secret;
+  if (bytes.size() != secret.size()) throw nb::value_error("the secret of a stream is 32 bytes");
+  std::copy_n(bytes.c_str(), secret.size(), secret.begin());
+  return secret;
+}
+
+// (id, base, nbytes, unit_bytes)
+using Offered = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+StreamReader::Targets targets_of(const std::vector<Offered>& pools) {
+  StreamReader::Targets targets;
+  for (const auto& [id, base, nbytes, unit_bytes] : pools) {
+    make_pool(nbytes, unit_bytes);
+    targets[id] = {base, nbytes, unit_bytes};
+  }
+  return targets;
+}
+
 nb::dict stats(PyReactor& self) {
   const Stats& stats = self.reactor->stats();
   nb::dict counts;
@@ -65,6 +85,11 @@ nb::dict stats(PyReactor& self) {
   put("gpu_slices", stats.gpu_slices);
   put("gpu_bytes", stats.gpu_bytes);
   put("gpu_ns", stats.gpu_ns);
+  put("stream_frames", stats.stream_frames);
+  put("stream_bytes", stats.stream_bytes);
+  put("stream_frames_received", stats.stream_frames_received);
+  put("stream_bytes_received", stats.stream_bytes_received);
+  put("stream_strangers", stats.stream_strangers);
   return counts;
 }
 
@@ -231,6 +256,31 @@ NB_MODULE(_ucx, m) {
             self.link->import_pool(id, std::move(pool), {});
           },
           "pool"_a, nb::kw_only(), "handle"_a, "offset"_a, "nbytes"_a, "unit_bytes"_a)
+      .def(
+          "import_stream",
+          [](PyLink& self, std::uint32_t id, std::uint64_t nbytes, std::uint64_t unit_bytes) {
+            auto pool = make_pool(nbytes, unit_bytes);
+            pool->stream = true;
+            pool->last = Way::stream;
+            self.link->import_pool(id, std::move(pool), {});
+          },
+          "pool"_a, nb::kw_only(), "nbytes"_a, "unit_bytes"_a)
+      .def(
+          "read_stream",
+          [](PyLink& self, int fd, const nb::bytes& secret, const std::vector<Offered>& pools) {
+            Fd listener(fd, "read_stream");
+            self.link->read_stream(std::move(listener), secret_of(secret), targets_of(pools));
+          },
+          "fd"_a, nb::kw_only(), "secret"_a, "pools"_a)
+      .def(
+          "write_stream",
+          [](PyLink& self, int fd, const nb::bytes& secret) {
+            Fd connection(fd, "write_stream");
+            self.link->write_stream(std::move(connection), secret_of(secret));
+          },
+          "fd"_a, nb::kw_only(), "secret"_a)
+      .def(
+          "settle_stream", [](PyLink& self, bool used) { self.link->settle_stream(used); }, "used"_a)
       .def(
           "attach_control",
           [](PyLink& self, int fd, int interval_ms) {

@@ -107,6 +107,13 @@ void Writer::post_some() {
       link_.go_on();
       return;
     }
+    if (batch->way == Way::stream) {
+      if (!link_.stream(shared_from_this(), batch))
+        return fail(UCS_ERR_NO_ELEM, "the link has no connection for lane stream");
+      ++shares_out_;
+      batches_.pop_front();
+      continue;
+    }
     if (batch->only_rail > 0) {
       if (!carry_alone(batch)) return;
       continue;
@@ -148,7 +155,7 @@ void Writer::drop_batches() {
 }
 
 std::string Writer::pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const {
-  if (batch.way == Way::put || batch.way == Way::shm || !batch.region->is_host()) return {};
+  if (by_cpu(batch.way) || batch.way == Way::put || !batch.region->is_host()) return {};
   if (link_.gpu()->device().pinned(address, nbytes)) return {};
   return "the source is host memory that is not pinned, which the GPU cannot read";
 }
@@ -211,14 +218,14 @@ void Writer::put_done(std::uint32_t units, ucs_status_t status) {
   if (status != UCS_OK) put_failed(status);
 }
 
-void Writer::put_failed(ucs_status_t status) {
+void Writer::put_failed(ucs_status_t status, const std::string& reason) {
   if (unproven_ == UCS_OK) unproven_ = status;
-  fail(status, std::string("a put failed: ") + ucs_status_string(status));
+  fail(status, "a put failed: " + (reason.empty() ? ucs_status_string(status) : reason));
 }
 
-void Writer::share_done(bool refused, ucs_status_t status) {
+void Writer::share_done(bool refused, ucs_status_t status, const std::string& reason) {
   --shares_out_;
-  if (status != UCS_OK) return put_failed(status);
+  if (status != UCS_OK) return put_failed(status, reason);
   if (refused) refuse_rest();
 }
 

@@ -56,8 +56,9 @@ class Writer : public std::enable_shared_from_this<Writer> {
   void link_lost(ucs_status_t status, const std::string& reason);
   void put_done(std::uint32_t units, ucs_status_t status);
   void copy_done(const CopyJob& job);
-  // What a rail took of a batch is flushed, or has failed; `refused`: it stopped before the end of the batch.
-  void share_done(bool refused, ucs_status_t status);
+  // What a rail, or lane stream, took of a batch has landed, or has failed (for `reason`, if that is known); `refused`:
+  // it stopped before the end of the batch.
+  void share_done(bool refused, ucs_status_t status, const std::string& reason = {});
   void slice_done(const GpuSlice& slice);
   void flush_done(ucs_status_t status);
   void send_done(ucs_status_t status);
@@ -77,7 +78,7 @@ class Writer : public std::enable_shared_from_this<Writer> {
   bool post_slice(const std::shared_ptr<Batch>& batch);
   std::string pinned_for(const Batch& batch, std::uint64_t address, std::uint64_t nbytes) const;
   bool post_copy(const std::shared_ptr<Batch>& batch);
-  void put_failed(ucs_status_t status);
+  void put_failed(ucs_status_t status, const std::string& reason = {});
   void fail(ucs_status_t status, const std::string& reason);
   void refuse_rest();
   void start_flush();
@@ -94,8 +95,8 @@ class Writer : public std::enable_shared_from_this<Writer> {
   std::deque<std::shared_ptr<Batch>> batches_;
   std::vector<Run> runs_;
   std::uint32_t puts_out_ = 0, copies_out_ = 0;
-  // Of rails. Those of a batch are counted when it has been dealt out: below zero until then, when some are done
-  // already.
+  // Of rails and of lane stream. Those of a batch are counted when it has been dealt out: below zero until then, when
+  // some are done already.
   std::int32_t shares_out_ = 0;
   bool unflushed_ = false;  // puts were posted since the last flush
   bool flushing_ = false, sending_ = false;
