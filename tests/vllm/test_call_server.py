@@ -284,5 +284,7 @@ def test_what_is_no_call_at_all_is_refused_in_json() -> None:
                 assert head.split()[1] == status
                 assert set(msgspec.json.decode(body)["error"]) == {"message", "type", "param", "code"}
                 writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
 
     asyncio.run(test())
