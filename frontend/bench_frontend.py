@@ -29,6 +29,7 @@ from kvrail.frontend.server import listening_socket, serve
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.control.rank_client import RankClient
 from kvrail.runtime.messages import Output, Outputs, PeerRank, Ready, Shutdown, Submit, decode_to_rank, encode
+from kvrail.runtime.output_file import fault_of_output
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.wire import pack_u32
 
@@ -40,17 +41,22 @@ _ID = re.compile(rb'"id":"chatcmpl-([0-9a-f]{32})"')
 def main() -> int:
     """Run, print, and fail when a bound is exceeded that was given."""
     parser = argparse.ArgumentParser(prog="bench_frontend", description=__doc__)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=100.0, help="tokens a second and stream")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of all streams together")
+    parser.add_argument("--streams", type=int, default=64, help="answers at once, 1 to 10000")
+    parser.add_argument("--rate", type=float, default=100.0, help="tokens a second and stream, 0.1 to 10000")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of all streams together, 0.1 to 3600")
     parser.add_argument("--most-us", type=float, help="fail above so many µs of CPU a token")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     flags = parser.parse_args()
+    for name, least, most in (("streams", 1, 10_000), ("rate", 0.1, 10_000), ("seconds", 0.1, 3600)):
+        if not least <= getattr(flags, name) <= most:
+            parser.error(f"--{name} must be between {least} and {most}")
+    if flags.json is not None and (fault := fault_of_output(flags.json)):
+        parser.error(f"--json: {fault}")
     with tempfile.TemporaryDirectory(prefix="kvrail-b") as folder:
         figures = _measure(Path(folder), flags.streams, flags.rate, flags.seconds)
     print(json.dumps(figures, indent=2))
-    if flags.json:
-        Path(flags.json).write_text(json.dumps(figures, indent=2) + "\n")
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(figures, indent=2) + "\n")
     if flags.most_us is not None and figures["cpu_us_per_token"] > flags.most_us:
         print(f"more than {flags.most_us:g} µs of CPU a token", file=sys.stderr)
         return 1

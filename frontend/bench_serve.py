@@ -29,6 +29,7 @@ from kvrail.frontend.load.prompts import Prompts, TextLength
 from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
 from kvrail.frontend.refusing import refuse
+from kvrail.runtime.output_file import writable
 
 __all__ = ["main", "measure"]
 
@@ -193,7 +194,7 @@ def main(
         float, typer.Option(min=1, help="seconds after which an answer counts as an error")
     ] = 600.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="also write everything to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write everything to this file")
     ] = None,
 ) -> None:
     """Load OpenAI servers and report latencies and rates. Exits 1 when any request failed."""

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -37,6 +38,8 @@ from kvrail.frontend.split_bench.engines import MODEL, plans
 from kvrail.frontend.split_bench.places import joined, read_places
 from kvrail.frontend.split_bench.report import markdown
 from kvrail.frontend.split_bench.runner import Row, Runner, Settings
+from kvrail.runtime.control.routing import Policy
+from kvrail.runtime.output_file import writable
 
 __all__ = ["main"]
 
@@ -119,11 +122,11 @@ def main(
     ] = None,
     kv_gb: Annotated[
         float | None,
-        typer.Option(help="GiB for pages of an engine that is alone (default: the engine's own)"),
+        typer.Option(min=0.001, help="GiB for pages of an engine that is alone (default: the engine's own)"),
     ] = None,
     kv_gb_shared: Annotated[
         float | None,
-        typer.Option(help="GiB for pages where engines share (default: 16 on GPUs, 0.25 on CPUs)"),
+        typer.Option(min=0.001, help="GiB for pages where engines share (default: 16 on GPUs, 0.25 on CPUs)"),
     ] = None,
     launch_flags: Annotated[str, typer.Option(help="further flags for every runtime launch")] = "",
     pe_flags: Annotated[str, typer.Option(help="further flags for the PE")] = "",
@@ -131,23 +134,36 @@ def main(
     vocab: Annotated[str, typer.Option(help="token ids are drawn from FIRST:END")] = "300:2000",
     seed: Annotated[int, typer.Option(min=0, help="other prompts")] = 0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="also write everything to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write everything to this file")
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="also write the tables there")
+        Path | None, typer.Option("--markdown", callback=writable, help="also write the tables there")
     ] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="charts: .html or .png")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", callback=writable, help="charts: .html or .png")
+    ] = None,
 ) -> None:
     """Compare a split with single engines. Exits 1 when a request failed or an engine did not start."""
     limits_s = _limits(parts, limits)
     try:
         pe, ce = read_places(pe_gpus, "--pe-gpus"), read_places(ce_gpus, "--ce-gpus")
         wanted, everything = plans(pe, ce), joined(pe, ce)
-        low, high = (int(part) for part in vocab.split(":"))
     except ValueError as error:
         refuse("bench_split", str(error))
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
+    try:
+        low, high = (int(part) for part in vocab.split(":"))
+    except ValueError:
+        low = high = 0
+    if not 0 <= low < high:
+        raise typer.BadParameter(f"--vocab {vocab}: FIRST:END, such as 300:2000")
+    for name in routing.split(","):
+        if name not in get_args(Policy):
+            raise typer.BadParameter(f"--routing {name}: {', '.join(get_args(Policy))}")
+    for size in (host_cache_gb or "0").split(","):
+        if not re.fullmatch(r"\d+(\.\d+)?", size):
+            raise typer.BadParameter(f"--host-cache-gb {host_cache_gb}: GiB such as 0,8")
     pairs = max(1.0, everything.count / 2)
     settings = Settings(
         tokens_in=tokens_in,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -38,6 +38,7 @@ from kvrail.frontend.load.prompts import Prompts
 from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
 from kvrail.frontend.refusing import refuse
+from kvrail.runtime.output_file import writable
 
 __all__ = ["main"]
 
@@ -99,13 +100,15 @@ def main(
             min=0, help="NIXL's num_threads beside its progress thread; vLLM's default is 4, and all spin"
         ),
     ] = 0,
-    dtype: Annotated[str, typer.Option(help="number type of all engines")] = "bfloat16",
-    max_model_len: Annotated[int, typer.Option(help="of all engines")] = 2048,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="number type of all engines")
+    ] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(min=2, help="of all engines")] = 2048,
     vllm_args: Annotated[
         str, typer.Option(help="what else all engines are given, in vLLM's words")
     ] = "--max-num-seqs 16 --enforce-eager --kv-cache-memory-bytes 134217728",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="also write everything to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write everything to this file")
     ] = None,
 ) -> None:
     """Compare first-token and inter-token times of two pairs, within twelve minutes. Exits 1 when a request failed."""
@@ -115,7 +118,13 @@ def main(
     try:
         lengths = [int(part) for part in tokens_in.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--in {tokens_in}: token counts such as 128,700") from None
+        lengths = [0]
+    if min(lengths) < 1:
+        raise typer.BadParameter(f"--in {tokens_in}: token counts such as 128,700")
+    if max(lengths) + tokens_out > max_model_len:
+        raise typer.BadParameter(
+            f"--in {max(lengths)} and --out {tokens_out} are more than --max-model-len {max_model_len}"
+        )
     if quick:
         lengths, rounds, requests, clients = lengths[:1], 2, 2, 1
     loads = _loads(lengths, tokens_out, requests, clients)

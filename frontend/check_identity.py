@@ -16,7 +16,7 @@ import secrets
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -228,12 +228,15 @@ def main(
         str | None,
         typer.Option(help=f"lane that must carry the pages: {LANES}"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="tokens per answer")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
     concurrency: Annotated[str, typer.Option(help="requests at once, comma-separated rounds")] = "1,8",
-    prompts: Annotated[int | None, typer.Option(help="how many prompts (default: all)")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="how many prompts (default: all)")] = None,
     chat: Annotated[bool, typer.Option(help="also multi-turn conversations")] = True,
     dtype: Annotated[
-        str, typer.Option(help="bfloat16: report differences and their logit gap, do not fail")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(
+            help="that of the engines; in 16 bits differences are reported with their logit gap, no failure"
+        ),
     ] = "float32",
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import httpx
 import typer
@@ -94,14 +94,17 @@ def _faults(number: int, plain: Turn, cached: Turn, before: int, page_tokens: in
 
 def main(
     url: Annotated[str, typer.Option(help="URL of a CE or a single engine")],
-    turns: Annotated[int, typer.Option(help="turns of the conversation")] = 3,
+    turns: Annotated[int, typer.Option(min=2, help="turns of the conversation")] = 3,
     words: Annotated[
-        int, typer.Option(help="words of its first message (a word is one or two tokens)")
+        int, typer.Option(min=1, help="words of its first message (a word is one or two tokens)")
     ] = 1500,
-    question_words: Annotated[int, typer.Option(help="words of each question")] = 20,
-    max_tokens: Annotated[int, typer.Option(help="tokens per answer")] = 32,
+    question_words: Annotated[int, typer.Option(min=1, help="words of each question")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
     seed: Annotated[int, typer.Option(help="another number: another conversation")] = 0,
-    dtype: Annotated[str, typer.Option(help="bfloat16: report differences, do not fail")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="that of the engine; in 16 bits differences are reported, no failure"),
+    ] = "float32",
     api_key: Annotated[str | None, typer.Option(help="API key")] = None,
 ) -> None:
     """Compare cached with uncached answers, turn by turn. Exits 0 only when all are equal and later turns hit."""

@@ -208,16 +208,18 @@ def main(
     concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 16,
     shortest: Annotated[int, typer.Option(min=1, help="tokens of the shortest prompt")] = 16,
     longest: Annotated[
-        int | None, typer.Option(help="and of the longest (default: half the model's)")
+        int | None, typer.Option(min=1, help="and of the longest (default: half the model's)")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
     expect_lane: Annotated[str | None, typer.Option(help=f"lane that must carry the pages: {LANES}")] = None,
-    within: Annotated[float, typer.Option(help="seconds until nothing may be held any more")] = 60.0,
+    within: Annotated[float, typer.Option(min=1, help="seconds until nothing may be held any more")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="other prompts and moments")] = 1,
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:
     """Cut many requests at random moments, then compare as many. Exits 0 only when all is right and nothing is held."""
     refuse_no_lane("check_storm", expect_lane)
+    if longest is not None and longest < shortest:
+        raise typer.BadParameter(f"--longest {longest} is less than --shortest {shortest}")
     say = Console()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with asker(headers) as client:
@@ -227,6 +229,11 @@ def main(
     if not pes:
         refuse("check_storm", f"{split} has no link to a prefill engine")
     most = int(card["max_model_len"]) - max_tokens
+    if most < shortest:
+        refuse(
+            "check_storm",
+            f"{split} takes {card['max_model_len']} tokens, prompt and answer: less than --shortest",
+        )
     upper = min(longest or most // 2, most)
     report = asyncio.run(
         storm(

@@ -9,6 +9,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from rich.markup import escape
 
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.output_file import writable
 
 __all__ = ["app", "main"]
 
@@ -99,7 +101,7 @@ def doctor(
     ] = "127.0.0.1",
     ucx: Annotated[str | None, typer.Option(help="which UCX: wheel, system, or a folder")] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", help="also write the findings to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write the findings to this file")
     ] = None,
     nccl: Annotated[
         bool,

@@ -29,6 +29,7 @@ from rich.table import Table
 from kvrail.frontend.check_identity import Report, check, make_prompts, pages_received
 from kvrail.frontend.demo_gpus import Devices, look
 from kvrail.frontend.launched import Launched, LaunchFailed, free_port
+from kvrail.frontend.refusing import refuse
 from kvrail.runtime.checkpoint import cache_dir, convert_gguf
 
 __all__ = ["fetch_model", "main"]
@@ -202,7 +203,7 @@ def main(
         ("dtype", dtype, ("float32", "bfloat16")),
     ):
         if given not in possible:
-            _fail(f"--{name} {given}: must be {', '.join(possible[:-1])} or {possible[-1]}")
+            refuse("demo", f"--{name} {given}: must be {', '.join(possible[:-1])} or {possible[-1]}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         # As by ctrl-C: the servers are stopped on the way out.
         signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -34,7 +34,7 @@ _PUT_BYTES = 1 << 20
 _WITHIN_S = 10.0
 
 
-def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
+def examine(*, kv_host: str, ucx: str | None, json_file: Path | None) -> int:
     """Run every check, print a table, and return the exit status."""
     say = Console()
     findings: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def examine(*, kv_host: str, ucx: str | None, json_file: str | None) -> int:
         style="dim",
     )
     if json_file:
-        Path(json_file).write_text(json.dumps(findings, indent=2) + "\n")
+        json_file.write_text(json.dumps(findings, indent=2) + "\n")
     return 0 if all(finding["good"] or not finding["vital"] for finding in findings) else 1
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvrail.frontend.refusing import refuse
 from kvrail.runtime.config import child_environment
 from kvrail.transfer.nccl_log import NcclFacts, parse_log
 
@@ -49,15 +50,13 @@ def nccl_unusable(*, ranks_here: int) -> str | None:
     return None
 
 
-def examine_nccl(*, rendezvous: str | None, rank: int | None, json_file: str | None) -> int:
+def examine_nccl(*, rendezvous: str | None, rank: int | None, json_file: Path | None) -> int:
     """Run both ranks on this host, or one of them; print what was found. The exit status: 0 when all arrived."""
     say = Console()
     if (rendezvous is None) != (rank is None):
-        say.print("[red]--rendezvous HOST:PORT and --rank 0 or 1 go together[/]")
-        return 2
+        refuse("runtime doctor", "--rendezvous HOST:PORT and --rank 0 or 1 go together")
     if rendezvous is not None and (wrong := _wrong_address(rendezvous, rank)):
-        say.print(f"[red]--rendezvous {escape(wrong)}[/]", highlight=False, soft_wrap=True)
-        return 2
+        refuse("runtime doctor", f"--rendezvous {wrong}")
     ranks = (0, 1) if rank is None else (rank,)
     reason = nccl_unusable(ranks_here=len(ranks))
     if reason:
@@ -78,7 +77,7 @@ def examine_nccl(*, rendezvous: str | None, rank: int | None, json_file: str | N
     _show(facts, found, say)
     if json_file:
         record = {"ranks": found, "log": _plain(facts)}
-        Path(json_file).write_text(json.dumps(record, indent=2) + "\n")
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
     good = all(row["verified"] for one in found for row in one.get("rows", []))
     if not good:
         say.print("[bold red]some bytes did not arrive as they were sent[/]")

@@ -30,6 +30,8 @@ from kvrail.runtime.vllm.installed import installed_version
 __all__ = ["launch_role"]
 
 _log = logging.getLogger(__name__)
+# How a rank ends that was told to: in good order, or, as long as it loads and heeds nothing, by the signal itself.
+_TOLD_TO_END = (0, -signal.SIGTERM)
 
 
 def launch_role(config: LaunchConfig) -> int:
@@ -118,10 +120,11 @@ async def _watch(ranks: RankProcesses, stop: asyncio.Event) -> int:
     """
     while True:
         if dead := ranks.dead():
-            for rank, status in (item for item in dead if item[1]):
+            wrong = [(rank, status) for rank, status in dead if status not in _TOLD_TO_END]
+            for rank, status in wrong:
                 _log.error("rank %d ended with exit status %d: stopping this role", rank, status)
             stop.set()
-            ends = {status for _, status in dead if status}
+            ends = {status for _, status in wrong}
             return 2 if ends == {2} else int(bool(ends))
         await asyncio.sleep(0.2)
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from kvrail.runtime.grammar import Grammars
 __all__ = ["Prompt", "Renderer"]
 
 _log = logging.getLogger(__name__)
-# Conversations with more characters are written down in a thread.
+# Conversations with more characters (tools, calls and thoughts among them) are written down in a thread.
 _SHORT_TALK = 8192
 
 
@@ -137,13 +137,18 @@ class Renderer:
         """Whether the chat template has a place for tools."""
         return self._chat is not None and self._chat.takes_tools
 
-    async def chat(self, conversation: Conversation) -> Prompt:
-        """A conversation, up to where the answer begins. Raises BadRequest."""
-        size = sum(len(message.get("content") or "") for message in conversation.messages)
-        if size < _SHORT_TALK:
+    async def chat(
+        self, conversation: Conversation, check: Callable[[int], None] = lambda characters: None
+    ) -> Prompt:
+        """A conversation, up to where the answer begins. Raises BadRequest.
+
+        `check` hears how many characters it is written down with, and may refuse them before they become tokens.
+        """
+        if _is_short(conversation):
             text = self.chat_text(conversation)
         else:
             text = await asyncio.to_thread(self.chat_text, conversation)
+        check(len(text))
         # The template writes BOS itself where the model wants one.
         return Prompt(await self.encoder.encode(text, special=False), text[-256:])
 
@@ -183,6 +188,23 @@ class Renderer:
         # As a batch of one: `decode` keeps the GIL, and so the event loop, for as long as it takes.
         texts = await asyncio.to_thread(self._tokenizer.decode_batch, [tokens], skip_special_tokens=False)
         return str(texts[0])
+
+
+def _is_short(conversation: Conversation) -> bool:
+    """Whether little enough goes into it for the event loop to wait. Looks at no more than that takes."""
+    left = _SHORT_TALK
+    parts: list[Any] = [conversation.messages, conversation.tools, conversation.options]
+    while parts and left > 0:
+        part = parts.pop()
+        if isinstance(part, str):
+            left -= len(part)
+        elif isinstance(part, Mapping):
+            left -= len(part)
+            parts += () if left < 0 else (*part.keys(), *part.values())
+        elif isinstance(part, Sequence):
+            left -= len(part)
+            parts += () if left < 0 else part
+    return left > 0
 
 
 def _template_file(file: str | Path) -> str:

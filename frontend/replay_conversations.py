@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from kvrail.frontend.asking import cache_page_tokens
 from kvrail.frontend.conversations import Conversation, Turn, take_turn
+from kvrail.runtime.output_file import writable
 
 __all__ = ["main", "plot", "replay"]
 
@@ -117,15 +118,15 @@ def plot(with_cache: Sequence[float], without: Sequence[float], hits: Sequence[f
 
 def main(
     url: Annotated[str, typer.Option(help="URL of a CE or a single engine")],
-    conversations: Annotated[int, typer.Option(help="conversations side by side")] = 10,
-    turns: Annotated[int, typer.Option(help="turns of each")] = 6,
-    shared_words: Annotated[int, typer.Option(help="words that all of them begin with")] = 300,
-    own_words: Annotated[int, typer.Option(help="further words of each first message")] = 200,
-    question_words: Annotated[int, typer.Option(help="words of each question")] = 40,
-    max_tokens: Annotated[int, typer.Option(help="tokens per answer")] = 24,
-    concurrency: Annotated[int, typer.Option(help="requests at once")] = 2,
+    conversations: Annotated[int, typer.Option(min=1, help="conversations side by side")] = 10,
+    turns: Annotated[int, typer.Option(min=1, help="turns of each")] = 6,
+    shared_words: Annotated[int, typer.Option(min=1, help="words that all of them begin with")] = 300,
+    own_words: Annotated[int, typer.Option(min=1, help="further words of each first message")] = 200,
+    question_words: Annotated[int, typer.Option(min=1, help="words of each question")] = 40,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 24,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 2,
     seed: Annotated[int, typer.Option(help="another number: other conversations")] = 1,
-    svg: Annotated[Path | None, typer.Option(help="where to write the plot")] = None,
+    svg: Annotated[Path | None, typer.Option(callback=writable, help="where to write the plot")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key")] = None,
 ) -> None:
     """Replay growing conversations, each turn without and with the prefix cache."""

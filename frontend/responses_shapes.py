@@ -109,9 +109,10 @@ class ResponsesRequest(Shape):
 
     def as_chat(self) -> ChatRequest:
         """The chat request of the same meaning. Raises what a wrong request raises, naming fields of this one."""
+        messages, items = _messages(self.instructions, self.input)
         chat: dict[str, Any] = {
             "model": self.model,
-            "messages": _messages(self.instructions, self.input),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -130,16 +131,8 @@ class ResponsesRequest(Shape):
                 {key: value for key, value in chat.items() if value is not None}
             )
         except ValidationError as error:
-            names = {
-                "messages": "input",
-                "max_completion_tokens": "max_output_tokens",
-                "response_format": "text",
-            }
             raise RequestValidationError(
-                [
-                    {**one, "loc": ("body", *(names.get(str(part), part) for part in one["loc"]))}
-                    for one in error.errors()
-                ]
+                [{**one, "loc": ("body", *_here(one["loc"], items))} for one in error.errors()]
             ) from None
 
     def _tool_choice(self) -> Any:
@@ -156,13 +149,40 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
-def _messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Input items as chat messages: what an assistant thought, said and called is one message again."""
+# What chat calls otherwise than this API does.
+_HERE = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_content": "content",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def _here(place: tuple[int | str, ...], items: list[int]) -> list[int | str]:
+    """A field of the chat request as one of this request. `items`: the first item of each message."""
+    found: list[int | str] = []
+    for part in place:
+        if isinstance(part, int):
+            found.append(items[part] if found == ["input"] and part < len(items) else part)
+        else:
+            found += _HERE.get(part, part).split(".")
+    return found
+
+
+def _messages(
+    instructions: str | None, given: str | list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Input items as chat messages: what an assistant thought, said and called is one message again.
+
+    Beside them, for each message the place of the first item that it is made of.
+    """
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    items = [0] * len(messages)
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": given}], [*items, 0]
     for place, item in enumerate(given):
         match item:
             case {
@@ -191,7 +211,8 @@ def _messages(instructions: str | None, given: str | list[dict[str, Any]]) -> li
                     f"input[{place}]: must be a message, function_call, function_call_output or reasoning item",
                     param=f"input[{place}]",
                 )
-    return messages
+        items += [place] * (len(messages) - len(items))
+    return messages, items
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def openai_routes(
         rules.check(body)
         grammar = await grammar_of(body)
         check_text(sum(len(message.content or "") for message in body.messages))
-        prompt = await renderer.chat(body.conversation())
+        # Again: there may be more in it than contents, and what of it counts only its template tells.
+        prompt = await renderer.chat(body.conversation(), check_text)
         reading = rules.reading(body, prompt.tail)
         job = _job(request, api, body, prompt.tokens, limit, _first_words(body), grammar)
         form = functools.partial(form, reading=reading)

@@ -75,7 +75,7 @@ def text_routes(
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final=bool(body.continue_final_message),
             )
-            tokens = (await renderer.chat(conversation)).tokens.tolist()
+            tokens = (await renderer.chat(conversation, check_text)).tokens.tolist()
         else:
             assert body.prompt is not None
             check_text(len(body.prompt))

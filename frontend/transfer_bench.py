@@ -19,6 +19,7 @@ from kvrail.frontend.bench_measure import GPU_WAYS, HOST_WAYS, PAIRS, Plan, meas
 from kvrail.frontend.bench_nixl import nixl_version
 from kvrail.frontend.bench_plot import plot
 from kvrail.frontend.bench_record import Record, bytes_text, record_table
+from kvrail.runtime.output_file import writable
 from kvrail.transfer.errors import TransferError
 
 __all__ = ["main"]
@@ -42,6 +43,7 @@ _GPU_FULL = tuple(
     for size in (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, 512 * _KIB, _MIB, 4 * _MIB, 64 * _MIB)
 )
 _GPU_QUICK = tuple((size, 256) for size in (4 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB))
+_MOST_PAGES = 1 << 20
 # Cells with their set-up: a dozen fit into a minute.
 _QUICK_CELL_S = 2.0
 _GPU_CELL_S = 6.0
@@ -69,11 +71,15 @@ def _command(
         list[str] | None, typer.Option(help=f"only these: {', '.join(PAIRS)} (default: what there is)")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="also write the records to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write the records to this file")
     ] = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", help="also draw GB/s by page size: FILE.html, or FILE.png (matplotlib)"),
+        typer.Option(
+            "--plot",
+            callback=writable,
+            help="also draw GB/s by page size: FILE.html, or FILE.png (matplotlib)",
+        ),
     ] = None,
     latency: Annotated[
         bool, typer.Option(help="also one 64 KiB page at a time: asleep and awake, with pauses and without")
@@ -96,6 +102,9 @@ def _command(
     for size in page_bytes or []:
         if size < 4096 or size % 4096:
             raise typer.BadParameter(f"--page-bytes {size}: a multiple of 4096")
+    for count in pages or []:
+        if not 1 <= count <= _MOST_PAGES:
+            raise typer.BadParameter(f"--pages {count}: 1 to {_MOST_PAGES}")
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
     no_gpu = _no_gpu()

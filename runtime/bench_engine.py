@@ -23,6 +23,7 @@ from kvrail.runtime.config import Attention
 from kvrail.runtime.embedded import EmbeddedEngine
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
+from kvrail.runtime.output_file import writable
 from kvrail.transfer.pages import PagePool
 
 __all__ = ["main", "measure"]
@@ -138,10 +139,10 @@ def main(
         bool,
         typer.Option("--cuda-graphs/--no-cuda-graphs", help="replay decoding and short steps as CUDA graphs"),
     ] = True,
-    threads: Annotated[int, typer.Option(help="threads of arithmetic")] = 1,
-    rounds: Annotated[int, typer.Option(help="the quickest of this many rounds counts")] = 3,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="threads of arithmetic")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="the quickest of this many rounds counts")] = 3,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="also write the records to this file")
+        Path | None, typer.Option("--json", callback=writable, help="also write the records to this file")
     ] = None,
 ) -> None:
     """Decode and prefill speed: on a CPU at batch 1 and 8, on a GPU up to batch 256 and 32,768 tokens."""

@@ -59,12 +59,10 @@ class LinkRefused(TransferError):
 
 
 class LayoutMismatch(LinkRefused):
-    """Two page layouts differ. `fields` maps each differing field to (ours, theirs)."""
+    """Two page layouts differ. `fields` maps each field that does to (the pe's, the ce's): both sides read it."""
 
     def __init__(self, fields: dict[str, tuple[object, object]]) -> None:
-        told = ", ".join(
-            f"{name}: ours {ours!r}, theirs {theirs!r}" for name, (ours, theirs) in fields.items()
-        )
+        told = ", ".join(f"{name}: {pe!r} on the pe, {ce!r} on the ce" for name, (pe, ce) in fields.items())
         super().__init__(f"page layouts differ ({told})")
         self.fields = fields
 

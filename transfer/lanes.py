@@ -191,7 +191,7 @@ def _agree(flag: str, ours: str, theirs: str) -> str:
     if "auto" in (ours, theirs):
         return theirs if ours == "auto" else ours
     if ours != theirs:
-        raise LaneUnavailable(f"the two sides differ in {flag}: ours {ours}, theirs {theirs}")
+        raise LaneUnavailable(f"the two sides differ in {flag}: {ours} on the pe, {theirs} on the ce")
     return ours
 
 

@@ -154,9 +154,9 @@ Layout = PageLayout | BlockLayout
 _SPREAD = "tensor_parallel_size"
 
 
-def require_equal(ours: Layout, theirs: Layout) -> None:
-    """Raise LayoutMismatch naming each field in which `theirs` differs."""
-    mine, other = _fields(ours), _fields(theirs)
+def require_equal(pe: Layout, ce: Layout) -> None:
+    """Raise LayoutMismatch naming each field in which the layouts of the two sides differ."""
+    mine, other = _fields(pe), _fields(ce)
     names = dict.fromkeys((*mine, *other))
     fields = {name: (mine.get(name), other.get(name)) for name in names if mine.get(name) != other.get(name)}
     if _SPREAD in fields and None not in fields[_SPREAD]:

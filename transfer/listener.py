@@ -136,8 +136,10 @@ class Listener:
     def _judge(self, key: LinkKey, offer: Offer, fds: tuple[int, ...], secret: bytes, talk: Talk) -> Accept:
         setup = self._setup
         if offer.ucx[:2] != setup.ucx_version[:2]:
-            ours, theirs = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
-            raise LinkRefused(f"UCX versions differ: ours {ours}, theirs {theirs} (they do not interoperate)")
+            pe, ce = (".".join(map(str, version)) for version in (setup.ucx_version, offer.ucx))
+            raise LinkRefused(
+                f"UCX versions differ: {pe} on the pe, {ce} on the ce (they do not interoperate)"
+            )
         require_equal(setup.layout, offer.layout)
         if not (
             0 <= offer.epoch < 1 << 32 and 0 <= offer.cookie < 1 << 64 and 0 <= offer.probe_unit < 1 << 31
@@ -182,7 +184,7 @@ def _check_pools(setup: LinkSetup, offer: Offer, fds: tuple[int, ...]) -> None:
     expected = {pool_id: pool.unit_bytes for pool_id, pool in setup.pools.by_id()}
     offered = {entry.pool: entry.unit_bytes for entry in offer.pools}
     if offered != expected or len(offered) != len(offer.pools):
-        raise LinkRefused(f"pools differ (id: bytes of a unit): ours {expected}, theirs {offered}")
+        raise LinkRefused(f"pools differ (id: bytes of a unit): {expected} on the pe, {offered} on the ce")
     if fds and sorted(entry.fd for entry in offer.pools) != list(range(len(fds))):
         raise LinkRefused("the offer does not say which pool each file descriptor is")
     memory = "host" if offer.gpu is None else "cuda"

@@ -30,9 +30,9 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[int]:
+async def serving(app: Any = echo) -> AsyncIterator[int]:
     server = uvicorn.Server(
-        uvicorn.Config(echo, http=BoundedHttp, port=0, lifespan="off", log_config=None, ws="none")
+        uvicorn.Config(app, http=BoundedHttp, port=0, lifespan="off", log_config=None, ws="none")
     )
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())
@@ -127,3 +127,72 @@ def test_large_bodies_and_many_requests_on_one_connection_pass() -> None:
             writer.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\r\n",
+        START,
+        # The first request is answered, the second one never comes.
+        b"GET /x HTTP/1.1\r\nHost: x\r\n\r\nGET /x",
+    ],
+)
+def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr("kvrail.runtime.control.bounded_http._HEAD_WITHIN_S", 0.3)
+
+    async def test() -> bytes:
+        async with serving() as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            said = await reader.read()
+            writer.close()
+            return said
+
+    said = asyncio.run(test())
+    head, _, body = said[said.rindex(b"HTTP/1.1") :].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["message"] == "no whole request came within 0.3 s"
+
+
+async def at_once(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def slowly(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(0.5)
+    await at_once(scope, receive, send)
+
+
+def test_the_rest_of_a_body_whose_answer_is_out_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrail.runtime.control.bounded_http._HEAD_WITHIN_S", 0.3)
+
+    async def test() -> bytes:
+        async with serving(at_once) as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(START + b"Content-Length: 9\r\n\r\n1")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"2")
+            said = await reader.read()
+            writer.close()
+            return said
+
+    assert asyncio.run(test()).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_running_answer_outlives_half_a_request_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrail.runtime.control.bounded_http._HEAD_WITHIN_S", 0.1)
+
+    async def test() -> bytes:
+        async with serving(slowly) as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\nGET /x")
+            said = await reader.read()
+            writer.close()
+            return said
+
+    said = asyncio.run(test())
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in said

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kit.answering import TEMPLATE
 from kit.fake_rank import FakeRank, answers, output
 from kit.tiny_model import byte_level_tokenizer
 from kvrail.runtime.messages import Abort, Failed, Submit, ToFront, ToRank
@@ -78,6 +79,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": HI, "stop": ""}, "stop", "empty"),
     (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
     (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
+    (CHAT, {"messages": HI, "stop": "x" * 1025}, "stop", "1024 characters"),
     (CHAT, {"messages": HI, "n": 0}, "n", "greater"),
     (CHAT, {"messages": HI, "n": 129}, "n", "less than"),
     (CHAT, {"messages": HI, "min_p": 1.5}, "min_p", "less than"),
@@ -250,6 +252,28 @@ def test_prompts_are_bounded(stand: Any) -> None:
     )
     assert error["code"] == "context_length_exceeded"
     refused(at.client.post(COMPLETIONS, json={"prompt": "a" * 10_000}), 400, None, "10000 characters")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("where", ["description", "arguments"])
+def test_what_stands_beside_contents_is_bounded_as_well(
+    stand: Any, tmp_path: Path, path: str, where: str
+) -> None:
+    """Before it becomes tokens, which takes a second for a million characters."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    at = stand(answers(ids("x")), chat_template=str(tmp_path / "chat.jinja"))
+    long = "a" * 100_000
+    body: dict[str, Any] = {"messages": HI}
+    if where == "description":
+        body["tools"] = [{"type": "function", "function": {"name": "now", "description": long}}]
+    else:
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "now", "arguments": json.dumps({"a": long})},
+        }
+        body["messages"] = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    refused(at.client.post(path, json=body), 400, None, "characters")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

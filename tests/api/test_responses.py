@@ -16,6 +16,7 @@ from kit.fake_rank import output
 from kvrail.runtime.messages import CacheUse, Failed, Submit
 
 TOOL: Any = {"type": "function", **WEATHER["function"]}
+CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 
 
 @pytest.fixture
@@ -133,6 +134,10 @@ def test_a_stream_that_fails(client: Any) -> None:
         ({"background": True}, "background"),
         ({"input": [{"type": "image"}]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"instructions": "Be kind.", "input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [CALLED, CALLED, {"role": "robot", "content": "x"}]}, "input[2].role"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
+        ({"reasoning": {"effort": "HIGH"}}, "reasoning.effort"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -196,14 +196,23 @@ def test_stopped_while_streaming_and_while_loading(start, folder: Path) -> None:
         assert not any(path.exists() for path in each.folders)
 
 
-def test_a_stop_that_reaches_the_whole_group_is_no_alarm(start) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_stop_that_reaches_the_whole_group_is_no_alarm(  # type: ignore[no-untyped-def]
+    start, loading: bool
+) -> None:
     """As systemd stops a service: the ranks hear of it from elsewhere, and are gone before the front has stopped."""
-    server = start("single").wait_ready()
+    server = start("single")
+    if loading:
+        wait_until(lambda: len(server.pids()) == 2, 30, "its rank has been started", server)
+    else:
+        server.wait_ready()
     traces = Traces(server)
     since = time.monotonic()
     os.killpg(server.process.pid, signal.SIGTERM)
     traces.check_gone(since)
+    assert server.process.returncode == 0, server.tail()
     assert " WARNING " not in server.tail()
+    assert " ERROR " not in server.tail()
 
 
 def test_a_test_run_that_is_killed_leaves_no_role_behind(folder: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,14 +41,18 @@ class Two:
         self._stack.enter_context(serving(server))
         return server
 
-    def _start_pe(self, port: int | None = None) -> Server:
-        return self._start("pe", "--max-num-batched-tokens", "16", "--kv-pages", "160", port=port)
+    def _start_pe(self, step: int = 16, port: int | None = None) -> Server:
+        self._step = step
+        return self._start("pe", "--max-num-batched-tokens", str(step), "--kv-pages", "160", port=port)
 
-    def whole(self) -> Two:
-        """Both PEs run and are linked with both CEs."""
+    def whole(self, step: int = 16) -> Two:
+        """Both PEs run, with steps of so many tokens, and are linked with both CEs."""
+        for pe in self.pes:
+            if pe.process.poll() is None and step != self._step:
+                pe.stop()
         for number, pe in enumerate(self.pes):
             if pe.process.poll() is not None:
-                self.pes[number] = self._start_pe(pe.port)
+                self.pes[number] = self._start_pe(step, pe.port)
         for server in (*self.pes, self.auto, self.never):
             server.wait_ready()
         for ce in (self.auto, self.never):
@@ -106,3 +111,31 @@ def test_requests_of_a_lost_engine_go_to_the_other_one(two: Two, how: str, polic
     wait_idle(ce, other)
     if how == "frozen":
         wait_idle(lost)
+
+
+def test_a_first_token_that_is_out_stays_when_the_other_engine_takes_over(two: Two) -> None:
+    """One step for the whole prompt, so that all its pages travel behind the first token, over tcp."""
+    two.whole(step=2048)
+    ce = two.never
+    for _ in range(16):
+        moves, landed = ce.metric("kvrail_prefill_moves_total"), ce.metric("kvrail_ticket_landed_total")
+        asking = Asking(ce, make_prompt(2 * LONG))
+        assert asking.first_token.wait(60)
+        # Who has it cannot be asked as quickly as that.
+        for pe in two.pes:
+            pe.freeze()
+        try:
+            time.sleep(0.4)  # the CE's counters are at most a quarter of a second old
+            first = list(asking.tokens)
+            late = ce.metric("kvrail_ticket_landed_total") > landed or len(first) > 1
+            two.pes[0].thaw()
+            asking.wait()
+        finally:
+            two.pes[1].thaw()
+        two.check(asking)
+        assert asking.tokens[:1] == first[:1]
+        if not late and ce.metric("kvrail_prefill_moves_total") > moves:
+            break
+    else:
+        raise AssertionError("the doorbell was always faster, or the first PE had it")
+    wait_idle(ce, *two.pes)

@@ -377,8 +377,8 @@ def test_what_is_refused(start: Start, pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("other", "word"),
     [
-        ({"facts": {"model": "n"}}, "model: ours 'm', theirs 'n'"),
-        ({"groups": 2}, "groups: ours 1, theirs 2"),
+        ({"facts": {"model": "n"}}, "model: 'm' on the pe, 'n' on the ce"),
+        ({"groups": 2}, "groups: 1 on the pe, 2 on the ce"),
         ({"tensors": 4}, "ranges"),
         ({"token": "b" * 32}, "cluster token"),
     ],

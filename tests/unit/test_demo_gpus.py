@@ -88,7 +88,8 @@ def test_what_the_demo_cannot_do_is_said_before_anything_is_fetched(
     wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "_run", lambda *_: pytest.fail("it has begun"))
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         demo.main(**wrong)  # type: ignore[arg-type]
+    assert end.value.code == 2
     (name, value), *_ = wrong.items()
-    assert f"demo failed: --{name} {value}: must be" in capsys.readouterr().out
+    assert f"demo: --{name} {value}: must be" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -39,9 +40,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int4"}, "--dtype int4"),
     ({"role": "pe", "pe_url": ("http://h",)}, "--pe-url is for --role ce only"),
     ({"role": "pe", "api_key_file": "keys"}, "--api-key-file guards the OpenAI routes, which a pe has not"),
-    ({"state_slots": 0}, "--state-slots must be at least 1"),
-    ({"hicache_state_slots": 2**31}, "--hicache-state-slots must be at least 1 and below 2^31"),
+    ({"state_slots": 0}, "--state-slots must be between 1 and 2147483647"),
+    ({"hicache_state_slots": 2**31}, "--hicache-state-slots must be between 1 and 2147483647"),
     ({"pe_url": ("127.0.0.1:8889",)}, "--pe-url 127.0.0.1:8889: a URL such as http://"),
+    ({"pe_url": ("http://127.0.0.1:8889?x=1",)}, "--pe-url http://127.0.0.1:8889?x=1: a URL such as"),
+    ({"pe_url": ("http://me:secret@127.0.0.1:8889",)}, "--pe-url http://me:secret@127.0.0.1:8889: a URL"),
+    (
+        {"cors_origin": ("example.org",)},
+        "--cors-origin example.org: * or what browsers send, such as https://",
+    ),
+    (
+        {"cors_origin": ("*", "https://example.org/")},
+        "--cors-origin https://example.org/: * or what browsers",
+    ),
+    ({"threads": 1025}, "--threads must be between 1 and 1024"),
+    ({"max_num_seqs": 10**11}, "--max-num-seqs must be between 1 and 65536"),
+    ({"max_num_batched_tokens": 2**24 + 1}, "--max-num-batched-tokens must be between 16 and 16777216"),
+    ({"max_model_len": 2**31}, "--max-model-len must be between 2 and 2147483647"),
+    ({"hicache_state_interval": 0}, "--hicache-state-interval must be between 1 and"),
+    ({"max_queue": -1}, "--max-queue must be between 0 and 1048576"),
+    ({"heartbeat_s": float("nan")}, "--heartbeat-s must be between 0.01 and 60"),
+    ({"max_body_mb": float("inf")}, "--max-body-mb must be above 0 and at most 4096"),
+    ({"request_timeout_s": -1.0}, "--request-timeout-s must be above 0 and at most 604800"),
     ({"local_prefill": "never"}, "--local-prefill never needs at least one --pe-url"),
     ({"host": "0.0.0.0"}, "--host 0.0.0.0 is not loopback: give the cluster token with --token-file"),
     ({"host": "::"}, "--host :: is not loopback"),
@@ -78,6 +98,22 @@ def test_what_cannot_work_is_named(wrong: dict[str, Any], said: str) -> None:
         LaunchConfig(**{**GOOD, **wrong})
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_every_number_has_a_range() -> None:
+    """Of all settings that are numbers: a new one must not come without. (--port, --kv-port and times are apart.)"""
+    others = {"port", "kv_port", "ticket_ttl_s"}
+    for field in dataclasses.fields(LaunchConfig):
+        if not re.match(r"(int|float)\b", str(field.type)) or field.name in others:
+            continue
+        for value in (-1, float("nan"), 10**18):
+            with pytest.raises(ConfigError, match="--" + field.name.replace("_", "-")):
+                LaunchConfig(**{**GOOD, "role": "single", field.name: value})
+
+
+@pytest.mark.parametrize("origin", ["*", "https://chat.example.org", "http://[::1]:8080"])
+def test_origins_that_browsers_send(origin: str) -> None:
+    assert LaunchConfig(**GOOD, cors_origin=(origin,)).cors_origin == (origin,)
 
 
 @pytest.mark.parametrize("lane", ["shm", "put", "stream", "put/cma", "put/tcp", "put/rc_mlx5"])
@@ -319,7 +355,7 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert _threads(dp=4) is None
     assert _threads(dp=4, threads=5) == 5
-    with pytest.raises(ConfigError, match="--threads must be at least 1"):
+    with pytest.raises(ConfigError, match="--threads must be between 1 and 1024"):
         _threads(threads=0)
 
 

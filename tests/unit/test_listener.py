@@ -172,7 +172,7 @@ BASE = offer().pools
 GPU = Gpu(uuid=b"g" * 16, name="GPU")
 ON_GPU = [msgspec.structs.replace(entry, memory="cuda", handle=b"h" * 64) for entry in BASE]
 REFUSED = {
-    "UCX minor": ({"ucx": (1, 21, 9)}, "UCX versions differ: ours 1.22.0, theirs 1.21.9"),
+    "UCX minor": ({"ucx": (1, 21, 9)}, "UCX versions differ: 1.22.0 on the pe, 1.21.9 on the ce"),
     "layout": ({"layout": msgspec.structs.replace(LAYOUT, dtype="bfloat16")}, "dtype"),
     "epoch zero": ({"epoch": 0}, "not newer"),
     "no probe pool": ({"pools": BASE[:1]}, "pools differ"),

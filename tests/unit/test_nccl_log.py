@@ -62,9 +62,11 @@ def test_an_empty_log_says_nothing() -> None:
 
 
 def test_half_a_rendezvous_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert examine_nccl(rendezvous=None, rank=1, json_file=None) == 2
-    assert examine_nccl(rendezvous="10.0.0.1:5000", rank=None, json_file=None) == 2
-    assert "go together" in capsys.readouterr().out
+    for address, rank in ((None, 1), ("10.0.0.1:5000", None)):
+        with pytest.raises(SystemExit) as end:
+            examine_nccl(rendezvous=address, rank=rank, json_file=None)
+        assert end.value.code == 2
+        assert "go together" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -97,7 +97,9 @@ def test_addresses() -> None:
     ],
 )
 def test_addresses_that_cannot_be_met_at(address: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert examine_nccl(rendezvous=address, rank=0, json_file=None) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("--rendezvous")
+    with pytest.raises(SystemExit) as end:
+        examine_nccl(rendezvous=address, rank=0, json_file=None)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("runtime doctor: --rendezvous")
     assert said in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,40 @@ def test_bos_is_added_once_where_the_tokenizer_says_so(folder: Path) -> None:
     renderer = Renderer.load(folder)
     assert asyncio.run(renderer.text("a"))[0] == 1
     assert asyncio.run(renderer.text("<|im_start|>a")).tolist().count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "aside"),
+    [
+        ({}, False),
+        ({"messages": [{"role": "user", "content": "x" * 10_000}]}, True),
+        ({"messages": [{"role": "user", "content": ""}] * 1000}, True),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"x" * 10_000: 1}}]}
+                ]
+            },
+            True,
+        ),
+        ({"messages": [{"role": "assistant", "content": "", "reasoning_content": "x" * 10_000}]}, True),
+        ({"tools": [{"function": {"parameters": {"enum": ["x"] * 10_000}}}]}, True),
+        ({"options": {"note": "x" * 10_000}}, True),
+    ],
+)
+def test_long_conversations_are_written_down_aside(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], aside: bool
+) -> None:
+    renderer = Renderer.load(folder)
+    threads = []
+
+    def note(conversation: Conversation) -> str:
+        threads.append(threading.current_thread())
+        return "x"
+
+    monkeypatch.setattr(renderer, "chat_text", note)
+    asyncio.run(renderer.chat(Conversation(**{"messages": TALK, **more})))
+    assert [thread is not threading.main_thread() for thread in threads] == [aside]
 
 
 def test_the_template_may_refuse(folder: Path) -> None:

@@ -124,15 +124,18 @@ def test_each_difference_is_named(tmp_path: Path) -> None:
     ours = layout(tmp_path)
     require_equal(ours, layout(tmp_path))
     for theirs, word in (
-        (layout(tmp_path, version="2"), "engine: ours 'vllm 1', theirs 'vllm 2'"),
-        (layout(tmp_path, isa="amx"), "attention: ours .*vec.*, theirs .*amx"),
+        (layout(tmp_path, version="2"), "engine: 'vllm 1' on the pe, 'vllm 2' on the ce"),
+        (layout(tmp_path, isa="amx"), "attention: .*vec.* on the pe, .*amx.* on the ce"),
         # Alone: the number of heads and the size of blocks, say, follow from it.
-        (layout(tmp_path, size=4, num_kv_heads=1), r"\(tensor_parallel_size: ours '2', theirs '4'\)$"),
+        (
+            layout(tmp_path, size=4, num_kv_heads=1),
+            r"\(tensor_parallel_size: '2' on the pe, '4' on the ce\)$",
+        ),
         (layout(tmp_path, head_size=128), "group_0: .*heads of 64"),
-        (layout(tmp_path, block_size=32), "page_tokens: ours 16, theirs 32"),
+        (layout(tmp_path, block_size=32), "page_tokens: 16 on the pe, 32 on the ce"),
         (
             PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=16),
-            "kind: ours 'blocks', theirs 'pages'",
+            "kind: 'blocks' on the pe, 'pages' on the ce",
         ),
     ):
         with pytest.raises(LayoutMismatch, match=word):
