@@ -222,6 +222,18 @@ def test_a_writer_without_a_connection_is_told(make_pair: Make) -> None:
     assert b"no connection for lane stream" in there.take(EventKind.FAILED)[0][4]
 
 
+def test_a_push_behind_the_end_of_the_stream_is_told_as_well(make_pair: Make) -> None:
+    """At once, and again when the stream's thread is gone: none may wait there for ever."""
+    here, _there = make_pair("tcp")
+    here.link.settle_stream(False)
+    for key in range(1, 200):
+        writer = here.link.writer(key, ttl_s=30.0)
+        writer.push(STREAM, here.base, indices([0]), indices([0]), way="stream")
+        assert b"no connection for lane stream" in here.take(EventKind.FAILED)[0][4]
+        writer.stop()
+        assert here.take(EventKind.QUIET)[0][2:4] == (key, 0)
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_before_it_is_chosen_a_lost_connection_fails_its_pushes_only(peers: Any, used: bool) -> None:
     with ExitStack() as stack:

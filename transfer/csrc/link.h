@@ -116,7 +116,7 @@ class Link : public std::enable_shared_from_this<Link> {
   // A writer has more to do that nothing will wake us for: no sleep after this turn.
   void go_on() { ++posted_; }
   void hold() { held_ = true; }
-  // False: there is no writing end. Else Writer::share_done() follows.
+  // False: there is no writing end (any more). Else Writer::share_done() follows.
   bool stream(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch);
   // From the stream's thread.
   void stream_done(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch, bool refused, ucs_status_t status,
@@ -204,7 +204,7 @@ class Link : public std::enable_shared_from_this<Link> {
   unsigned rails_running_ = 0;
   std::unique_ptr<StreamReader> reader_;    // until it is over
   std::unique_ptr<StreamWriter> streamer_;  // likewise
-  bool stream_used_ = false;
+  bool stream_used_ = false, stream_ended_ = false;
   std::string stream_fault_;
   std::list<Operation> operations_;
   std::uint32_t copies_out_ = 0;

@@ -54,7 +54,8 @@ void Link::settle_stream(bool used) {
 }
 
 bool Link::stream(std::shared_ptr<Writer> writer, std::shared_ptr<Batch> batch) {
-  if (!streamer_) return false;
+  // One that is told to end may have looked at its orders for the last time.
+  if (!streamer_ || stream_ended_) return false;
   ++posted_;
   streamer_->carry(std::move(writer), std::move(batch));
   return true;
@@ -78,6 +79,7 @@ void Link::stream_failed(const std::string& reason, bool forbidden) {
 }
 
 void Link::end_stream() {
+  stream_ended_ = true;
   if (reader_) reader_->end();
   if (streamer_) streamer_->end();
 }
