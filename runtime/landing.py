@@ -126,7 +126,8 @@ class Landing:
         if request.phase == "granted":
             # The doorbell carries the first token too: a first-token message need not have come.
             self.first_token(now, request, landed.hand_off)
-            if request not in self._requests:
+            # It may have ended, or be computed here instead.
+            if request not in self._requests or request.phase != "first":
                 self._pool.release(landed.owner)
                 return
         self._decoding.adopt(request, landed)

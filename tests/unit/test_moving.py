@@ -104,6 +104,22 @@ def test_an_engine_that_ends_the_answer_instead_does_not_hang_it() -> None:
     assert bench.resumed == [("r", {0: 7})]
 
 
+def test_a_doorbell_that_ends_the_answer_instead_does_not_give_it_to_the_engine_twice() -> None:
+    """No engine of ours rings for an answer that has ended, but who knows what a peer does."""
+    bench = Bench()
+    bench.link_up(A, B)
+    old = asked_of(bench, "r", A)
+    hear(bench, A, FirstToken(ticket=old, epoch=2, hand_off=FIRST))
+    lose(bench, old, "link down")
+    bench.told()
+    bench.role.handle(2, Move(request_id="r", peer=tuple(B)))
+    (granted,) = bench.told(2)
+    ended = HandOff(first_token=2, finish_reason="stop", seed=1, next_position=17)
+    hear(bench, B, Doorbell(ticket=granted.ticket, epoch=2, status="landed", token_end=16, hand_off=ended))
+    assert (bench.resumed, bench.adopted) == ([("r", {0: 7})], [])
+    assert bench.receiver.held(B) == 0
+
+
 def test_nobody_is_asked_twice_and_not_everybody_is_asked() -> None:
     """A prompt that ends its engine must not end them all."""
     bench = Bench()
