@@ -96,7 +96,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, status: int, reason: str) -> None:
         """Answer, unless an answer is under way, and hang up."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        # (`cycle` is the newest request's: with others in line an older one is being answered.)
+        if not self.pipeline and (cycle is None or cycle.response_complete or not cycle.response_started):
             error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
             body = msgspec.json.encode({"error": error})
             head = (

@@ -205,3 +205,27 @@ def test_a_running_answer_outlives_half_a_request_behind_it(monkeypatch: pytest.
     said = asyncio.run(test())
     assert said.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 408 " in said
+
+
+def test_what_is_no_http_behind_requests_in_line_breaks_into_no_answer() -> None:
+    async def in_pieces(scope: Any, receive: Any, send: Any) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % 20)]}
+        )
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+            await asyncio.sleep(0.02)
+
+    async def test() -> bytes:
+        async with serving(in_pieces) as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            request = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+            writer.write(request)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(request + b"\0 nothing\r\n\r\n")
+            said = await reader.read()
+            writer.close()
+            return said
+
+    said = asyncio.run(test())
+    assert said.replace(b"ab", b"") == b"", "pieces of the first answer, then the end"
