@@ -17,10 +17,9 @@ _LIMIT = "memcpy"
 def plot(records: Sequence[Record], path: Path) -> None:
     """Write `path`; its ending says what. Raises ValueError for another ending, or png without matplotlib."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for record in records:
-        if not record.pace:
-            lines = found.setdefault(record.memory, {})
-            lines.setdefault(way_text(record), []).append((record.page_bytes, record.gb_per_s))
+    for record in _largest(records):
+        lines = found.setdefault(record.memory, {})
+        lines.setdefault(way_text(record), []).append((record.page_bytes, record.gb_per_s))
     charts = [
         Chart(
             title=memory,
@@ -39,3 +38,13 @@ def plot(records: Sequence[Record], path: Path) -> None:
         "transfer-bench",
         "GB/s by page size, both on logarithmic scales; dashed: one copy of a whole batch, by driver or thread.",
     )
+
+
+def _largest(records: Sequence[Record]) -> list[Record]:
+    """Of each way and page size the batch of most pages: bandwidth is what large ones have. Asleep before awake."""
+    kept: dict[tuple[str, str, int], Record] = {}
+    for record in records:
+        cell = (record.memory, way_text(record), record.page_bytes)
+        if not record.pace and (cell not in kept or record.pages > kept[cell].pages):
+            kept[cell] = record
+    return list(kept.values())

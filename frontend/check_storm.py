@@ -212,7 +212,7 @@ def main(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32,
     expect_lane: Annotated[str | None, typer.Option(help=f"lane that must carry the pages: {LANES}")] = None,
-    within: Annotated[float, typer.Option(min=1, help="seconds until nothing may be held any more")] = 60.0,
+    within: Annotated[float, typer.Option(min=0.1, help="seconds until nothing may be held any more")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="other prompts and moments")] = 1,
     api_key: Annotated[str | None, typer.Option(help="API key for both")] = None,
 ) -> None:

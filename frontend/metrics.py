@@ -99,7 +99,7 @@ class FrontMetrics:
         # From the start, those that a healthy role counts: whoever takes differences would miss the first of each.
         for labels in itertools.product(_APIS, ("remote", "local"), ("stop", "length")):
             self.requests.labels(*labels)
-        for outcome in ("accepted", "refused", "unreachable"):
+        for outcome in ("accepted", "refused", "unreachable", "cancelled"):
             self.prefill_calls.labels(outcome)
 
 

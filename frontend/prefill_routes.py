@@ -45,6 +45,10 @@ class _Gone(RuntimeFault):
     kind = "conflict_error"
 
 
+class _TakenBack(_Gone):
+    """Its completion engine does not want it any more, as happens in normal running."""
+
+
 class PrefillDesk:
     """Takes prefill calls for the ranks of this front and follows each to its end."""
 
@@ -99,8 +103,14 @@ class PrefillDesk:
         try:
             await self._take(call, span)
         except RuntimeFault as fault:
-            self._metrics.prefill_calls.labels("refused").inc()
-            _log.warning("prefill %s refused: %s", call.request_id, fault.message)
+            taken_back = isinstance(fault, _TakenBack)
+            self._metrics.prefill_calls.labels("cancelled" if taken_back else "refused").inc()
+            _log.log(
+                logging.INFO if taken_back else logging.WARNING,
+                "prefill %s refused: %s",
+                call.request_id,
+                fault.message,
+            )
             span.end(error=fault.message, request_id=call.request_id)
             raise
         self._metrics.prefill_calls.labels("accepted").inc()
@@ -124,7 +134,7 @@ class PrefillDesk:
         if self.stopping:
             raise Unavailable("this prefill engine is stopping", retry_after_s=5.0)
         if call.request_id in self._cancelled:
-            raise _Gone("the request was cancelled before its /prefill came")
+            raise _TakenBack("the request was cancelled before its /prefill came")
         if call.request_id in self._running:
             raise _Gone("a prefill of this request is running already")
         rank = self._rank_of(call)
@@ -165,7 +175,7 @@ class PrefillDesk:
                     raise _Gone(event.reason)
                 raise fault_of(event.status, event.reason, event.retry_after_s)
             case None:
-                raise _Gone("the request was cancelled")
+                raise _TakenBack("the request was cancelled")
 
     async def _follow(self, request_id: str, running: RankRequest[PrefillEvent], span: Span) -> None:
         error, cached = "cancelled", 0

@@ -16,6 +16,8 @@ __all__ = ["MOST_LOGPROBS", "SamplingFields"]
 
 MOST_LOGPROBS = 20
 _MOST_STOPS = 16
+# Characters of one: all of what may be its beginning is held back, and compared again with each token.
+_LONGEST_STOP = 1024
 _MOST_STOP_IDS = 64
 _MOST_CHOICES = 128
 _MOST_BIASES = 1024
@@ -30,6 +32,8 @@ def _stops(stop: Any) -> Any:
         raise ValueError("must be a string or a list of strings, none of them empty")
     if len(stops) > _MOST_STOPS:
         raise ValueError(f"at most {_MOST_STOPS} stop strings")
+    if any(len(one) > _LONGEST_STOP for one in stops):
+        raise ValueError(f"a stop string has at most {_LONGEST_STOP} characters")
     return list(dict.fromkeys(stops))
 
 

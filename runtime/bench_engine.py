@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rich.table import Table
 from kvrail.runtime.checkpoint import cache_dir, open_checkpoint
 from kvrail.runtime.config import Attention
 from kvrail.runtime.embedded import EmbeddedEngine
+from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.messages import Sampling
 from kvrail.runtime.model import PagedModel
 from kvrail.runtime.output_file import writable
@@ -132,7 +133,9 @@ def _records(model: PagedModel, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main(
     model: Annotated[str, typer.Option(help="model folder, GGUF file or hub name")] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="number type of weights and pages")
+    ] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
     attention: Annotated[Attention, typer.Option(help="auto, flashinfer or torch")] = "auto",
     cuda_graphs: Annotated[
@@ -149,14 +152,18 @@ def main(
     torch.set_num_threads(threads)
     folder = model or str(cache_dir() / "models" / "SmolLM2-135M-Instruct")
     began = time.perf_counter()
-    loaded = PagedModel.load(
-        open_checkpoint(folder),
-        dtype,
-        _PAGE_TOKENS,
-        device=device,
-        attention=attention,
-        cuda_graphs=cuda_graphs,
-    )
+    try:
+        loaded = PagedModel.load(
+            open_checkpoint(folder),
+            dtype,
+            _PAGE_TOKENS,
+            device=device,
+            attention=attention,
+            cuda_graphs=cuda_graphs,
+        )
+    except ConfigError as error:
+        typer.echo(f"bench_engine: {error}", err=True)
+        raise typer.Exit(2) from error
     facts = machine_facts(loaded.arithmetic) | {"load_s": round(time.perf_counter() - began, 1)}
     say = Console()
     say.print(", ".join(f"{name}: {value}" for name, value in facts.items()), highlight=False)

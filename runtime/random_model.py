@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -73,6 +73,8 @@ def make_model(
 
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: must be one of {', '.join(SHAPES)}")
+    if tokenizer and not any(Path(tokenizer).glob("tokenizer*")):
+        raise ConfigError(f"--tokenizer {tokenizer}: no folder with the files of a tokenizer")
     place = open_device(device)
     config = AutoConfig.for_model(
         "llama",
@@ -133,7 +135,9 @@ def main(
     folder: Annotated[Path, typer.Argument(help="where to write the model")],
     shape: Annotated[str, typer.Option(help=" or ".join(SHAPES))] = "llama-8b",
     seed: Annotated[int, typer.Option(help="seed of the weights")] = 0,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="number type of the weights")
+    ] = "bfloat16",
     device: Annotated[str, typer.Option(help="where the weights are drawn: cpu, cuda or cuda:N")] = "cpu",
     tokenizer: Annotated[
         str, typer.Option(help="model folder to copy the tokenizer from (49,152 tokens)")

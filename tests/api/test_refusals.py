@@ -79,6 +79,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": HI, "stop": ""}, "stop", "empty"),
     (CHAT, {"messages": HI, "stop": [1]}, "stop", "string"),
     (CHAT, {"messages": HI, "stop": ["x"] * 17}, "stop", "at most"),
+    (CHAT, {"messages": HI, "stop": "x" * 1025}, "stop", "1024 characters"),
     (CHAT, {"messages": HI, "n": 0}, "n", "greater"),
     (CHAT, {"messages": HI, "n": 129}, "n", "less than"),
     (CHAT, {"messages": HI, "min_p": 1.5}, "min_p", "less than"),

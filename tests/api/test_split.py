@@ -333,6 +333,10 @@ def test_a_cancel_may_overtake_its_prefill(stand: Any) -> None:
     )
     assert pe.rank.wait_for(Abort)[0].request_id == "r2"
     assert [m.request_id for m in pe.rank.wait_for(Prefill)] == ["r2"]
+    # That is how it should be: nobody refused anything.
+    metrics = pe.client.get("/metrics").text
+    assert 'kvrail_prefill_calls_total{outcome="cancelled"} 1.0' in metrics
+    assert 'kvrail_prefill_calls_total{outcome="refused"} 0.0' in metrics
 
 
 def to_dict(struct: msgspec.Struct) -> dict[str, Any]:

@@ -15,14 +15,21 @@ from kvrail.transfer import ucx
 from kvrail.transfer.errors import TransferError, UcxFailed
 from kvrail.transfer.ucx import EventKind
 
-PUT, SHM = 0, 1
+PUT, SHM, STREAM = 0, 1, 2
 Make = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
     ("transport", "lane"),
-    [("cma", PUT), ("tcp", PUT), ("cma", SHM), ("tcp", SHM)],
-    ids=["put-cma", "put-tcp", "shm-message-by-memory", "shm-message-by-tcp"],
+    [("cma", PUT), ("tcp", PUT), ("cma", SHM), ("tcp", SHM), ("cma", STREAM), ("tcp", STREAM)],
+    ids=[
+        "put-cma",
+        "put-tcp",
+        "shm-message-by-memory",
+        "shm-message-by-tcp",
+        "stream-message-by-memory",
+        "stream-message-by-tcp",
+    ],
 )
 def test_no_doorbell_overtakes_its_data(make_remote: Make, transport: str, lane: int) -> None:
     here, remote = make_remote(transport, pages=64, page_bytes=65536)

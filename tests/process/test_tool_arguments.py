@@ -63,6 +63,16 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("frontend.bench_frontend", ("--streams", "0"), "--streams must be between 1 and 10000"),
     ("frontend.bench_frontend", ("--rate", "nan"), "--rate must be between"),
     ("frontend.bench_frontend", ("--json", "/no/such/folder/x"), "there is no folder"),
+    ("runtime.random_model", ("/tmp/never", "--shape", "huge"), "--shape huge: must be one of"),
+    ("runtime.random_model", ("/tmp/never", "--shape", "tiny", "--dtype", "int4"), "--dtype"),
+    (
+        "runtime.random_model",
+        ("/tmp/never", "--shape", "tiny", "--tokenizer", "/nope"),
+        "--tokenizer /nope: no folder",
+    ),
+    ("runtime.bench_engine", ("--model", "/nope"), "--model /nope: no such file or folder"),
+    ("runtime.bench_engine", ("--dtype", "int4"), "--dtype"),
+    ("runtime.bench_engine", ("--threads", "0"), "--threads"),
     ("frontend.demo", ("--lane", "pigeon"), "--lane pigeon"),
 ]
 MODULES = sorted({module for module, _, _ in WRONG})

@@ -46,6 +46,23 @@ def test_html_has_every_line(tmp_path: Path) -> None:
     assert "http" not in text.replace("http-equiv", "")
 
 
+def test_a_size_has_one_point_a_way(tmp_path: Path) -> None:
+    """Small batches, and those of the other mode, would make a line jump back and forth."""
+    small = [
+        Record.of("put/cma", "cma", "host->host", (size, 16), [9.0], True, "thp", threads, mode=mode)
+        for size in (4096, 65536)
+        for threads, mode in (("sleep", "asleep"), ("spin", "awake"))
+    ]
+    plots = []
+    for number, records in enumerate((RECORDS, small + RECORDS, RECORDS + small)):
+        path = tmp_path / f"{number}.html"
+        plot(records, path)
+        charts = re.findall(r"<svg.*?</svg>", path.read_text(), re.DOTALL)
+        lines = [ElementTree.fromstring(svg).findall("polyline") for svg in charts]
+        plots.append(sorted(line.attrib["points"] for chart in lines for line in chart))
+    assert plots[0] == plots[1] == plots[2]
+
+
 def test_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="png needs the extra plot")
     path = tmp_path / "found.png"

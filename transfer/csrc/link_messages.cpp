@@ -61,6 +61,8 @@ ucs_status_t Link::on_message(void* arg, const void* header, std::size_t header_
     ++link.stats().messages_wrong_link;
     return UCS_OK;
   }
+  // It may be a doorbell.
+  if (link.reader_) link.reader_->see_frames();
   if (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) {
     // We send eagerly; returning OK without receiving makes UCX drop it.
     link.error_ = UCS_ERR_UNSUPPORTED;

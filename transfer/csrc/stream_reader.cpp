@@ -23,6 +23,7 @@ namespace {
 // Who says nothing for so long, or is the oldest of too many, is sent away.
 constexpr Nanos kPatience = 5 * kSecond;
 constexpr std::size_t kMostStrangers = 16;
+constexpr Nanos kNap = 50 * kMilli;
 
 }  // namespace
 
@@ -88,7 +89,12 @@ bool StreamReader::let_in() {
 
 void StreamReader::accept_some() {
   const int fd = accept4(*listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) return;
+  if (fd < 0) {
+    // No descriptors left, say, and he still waits: not at once again.
+    pollfd woken{wake_fd_, POLLIN, 0};
+    poll(&woken, 1, static_cast<int>(kNap / kMilli));
+    return;
+  }
   if (strangers_.size() == kMostStrangers) strangers_.pop_front();
   strangers_.emplace_back(fd).until = now_ns() + kPatience;
 }
@@ -111,10 +117,10 @@ bool StreamReader::read_frame() {
     fault = fault_of(frame, target);
     if (fault.empty()) {
       if (!receive_runs(target)) return false;
-      last_frame_ = frame.number;
+      last_frame_.store(frame.number, std::memory_order_release);
       ++link_.stats().stream_frames_received;
       link_.stats().stream_bytes_received += frame.nbytes;
-      if (send(*connection_, &last_frame_, sizeof last_frame_, MSG_NOSIGNAL) == sizeof last_frame_) return true;
+      if (send(*connection_, &frame.number, sizeof frame.number, MSG_NOSIGNAL) == sizeof frame.number) return true;
       return lost("send");
     }
   }

@@ -42,6 +42,8 @@ class StreamReader {
   StreamReader& operator=(const StreamReader&) = delete;
 
   void end();
+  // For a thread of this process that has heard, by way of the peer, that a frame has come: it sees the bytes as well.
+  void see_frames() const { (void)last_frame_.load(std::memory_order_acquire); }
 
  private:
   // Somebody who has not said the secret yet.
@@ -76,7 +78,7 @@ class StreamReader {
   std::optional<Fd> connection_;  // set under the mutex
   std::atomic<bool> ending_ = false;
 
-  std::uint64_t last_frame_ = 0;
+  std::atomic<std::uint64_t> last_frame_ = 0;
   std::vector<StreamRun> runs_;
   std::thread thread_;
 };
