@@ -51,15 +51,19 @@ _ANSWER_S, _LOAD_S = 60.0, 20.0
 _SETTLE_S = 1.2
 
 
+# What a user waits for. A pair that gives the first token ahead of the pages has its hand-over between the first two.
+_MOMENTS = {"first token": 0, "second token": 1, "last token": -1}
+
+
 class _Side:
-    """One pair, its figures, and the first-token times of each round in ms, by load."""
+    """One pair, its figures, and when each moment came in each round (median, ms since the question), by load."""
 
     def __init__(self, name: str, pair: Pair, loads: Sequence[tuple[str, Load]]) -> None:
         self.name, self.pair = name, pair
         self.cells = [
             Cell(name, what, {"in": load.tokens_in, "clients": load.concurrency}) for what, load in loads
         ]
-        self.firsts: list[list[float]] = [[] for _ in loads]
+        self.came: list[dict[str, list[float]]] = [{moment: [] for moment in _MOMENTS} for _ in loads]
 
     def turn(self, loads: Sequence[tuple[str, Load]], prompts: Prompts, first: int, until: float) -> bool:
         """Ask it all loads once; no number of a prompt is used twice. False when `until` came first."""
@@ -74,8 +78,10 @@ class _Side:
                 asyncio.run(run_load(replace(load, requests=1, concurrency=1), target, prompts, number + 999))
                 turn = asyncio.run(run_load(load, target, prompts, number))
                 self.cells[at].add(turn)
-                good = [trace.first_s for trace in map(read, turn.recordings) if not trace.error]
-                self.firsts[at].append(1e3 * float(np.median(good)) if good else float("nan"))
+                good = [trace for trace in map(read, turn.recordings) if not trace.error]
+                for moment, place in _MOMENTS.items():
+                    after = [1e3 * (t.arrivals[min(place, len(t.arrivals) - 1)] - t.begun) for t in good]
+                    self.came[at][moment].append(float(np.median(after)) if after else float("nan"))
             return True
 
 
@@ -153,7 +159,11 @@ def main(
             refuse("bench_vllm", str(error))
     records = [cell.record() for both in zip(*(side.cells for side in sides), strict=True) for cell in both]
     entries = compare(records)
-    pairs = [_by_pairs(what, *(side.firsts[at] for side in sides)) for at, (what, _) in enumerate(loads)]
+    pairs = [
+        _by_pairs(what, moment, *(side.came[at][moment] for side in sides))
+        for at, (what, _) in enumerate(loads)
+        for moment in _MOMENTS
+    ]
     say.print(table(records), comparison_table(entries), _pairs_table(pairs))
     say.print(f"load average {busy[0]:.1f} before, {min(busy):.1f} to {max(busy):.1f} meanwhile{cut}")
     if json_file is not None:
@@ -206,7 +216,7 @@ def _rounds(
                 return f"; stopped after {number} of {rounds} rounds, for time"
         busy.append(os.getloadavg()[0])
         found = "; ".join(
-            f"{what}: " + ", ".join(f"{side.name} {side.firsts[at][-1]:,.1f}" for side in sides)
+            f"{what}: " + ", ".join(f"{side.name} {side.came[at]['first token'][-1]:,.1f}" for side in sides)
             for at, (what, _) in enumerate(loads)
         )
         say.print(
@@ -223,27 +233,39 @@ def _stop(pair: Pair) -> None:
         pair.stop()
 
 
-def _by_pairs(what: str, theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """Of the medians of each round: how much later kvrail's first token came, in ms."""
+def _by_pairs(what: str, moment: str, theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """Of the medians of each round: how much later `moment` came with kvrail, in ms."""
     later = np.array([one - other for one, other in zip(ours, theirs, strict=False)])
     later = later[~np.isnan(later)]
     points = np.percentile(later, (10, 50, 90)).round(3).tolist() if len(later) else []
     return {
         "load": what,
+        "moment": moment,
+        "ms": {"theirs": _median(theirs), "ours": _median(ours)},
         "rounds": len(later),
         "sooner_in": int((later < 0).sum()),
         "later_ms": dict(zip(("p10", "p50", "p90"), points, strict=False)),
     }
 
 
+def _median(values: Sequence[float]) -> float | None:
+    """Of the rounds that had a good answer."""
+    good = [value for value in values if not np.isnan(value)]
+    return round(float(np.median(good)), 3) if good else None
+
+
 def _pairs_table(pairs: Sequence[dict[str, Any]]) -> Table:
-    shown = Table(box=box.SIMPLE, title="kvrail's first token, round by round (medians of each)")
+    shown = Table(box=box.SIMPLE, title="ms since the question, round by round (medians of each)")
     shown.add_column("load")
-    for column in ("later by, ms: p10 / p50 / p90", "sooner in"):
+    shown.add_column("until the")
+    for column in ("NIXL", "kvrail", "kvrail later: p10 / p50 / p90", "sooner in"):
         shown.add_column(column, justify="right")
     for one in pairs:
+        medians = ("-" if ms is None else f"{ms:,.1f}" for ms in one["ms"].values())
         points = " / ".join(f"{point:+,.1f}" for point in one["later_ms"].values())
-        shown.add_row(one["load"], points or "-", f"{one['sooner_in']} of {one['rounds']} rounds")
+        shown.add_row(
+            one["load"], one["moment"], *medians, points or "-", f"{one['sooner_in']} of {one['rounds']}"
+        )
     return shown
 
 

@@ -125,7 +125,7 @@ def test_other_numbers_of_ranks_are_refused(ranks: Router, tmp_path: Path) -> No
         prompt = random_prompt(VOCABULARY, 100, seed=1)
         assert alone.complete(prompt, 4, ranks.into(ticket())) == {"error": 500}
         assert time.monotonic() - began < 30
-        differ = "page layouts differ (tensor_parallel_size: ours '2', theirs '1')"
+        differ = "page layouts differ (tensor_parallel_size: '2' on the pe, '1' on the ce)"
         assert differ in ranks.pe.log.read_text()
         (failed,) = [line for line in alone.log.read_text().splitlines() if "did not come" in line]
         assert f"the peer refused: {differ}" in failed
