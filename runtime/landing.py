@@ -69,8 +69,11 @@ class Landing:
         """No pages come by this link any more."""
         self._written_by_card.discard(key)
 
-    def first_token(self, now: float, request: Request, hand_off: HandOff) -> None:
-        """The first token of each choice, final, for the user at once; but those that are out stay."""
+    def first_token(self, now: float, request: Request, hand_off: HandOff) -> bool:
+        """The first token of each choice, final, for the user at once; but those that are out stay.
+
+        Returns whether it waits for its pages now: it may have ended, or be computed here instead.
+        """
         sampling = request.submit.sampling
         if fault := fault_of_hand_off(hand_off, sampling, len(request.tokens), self._engine.vocab_size):
             # A peer of another version, or a broken one: its KV is not to be trusted either.
@@ -78,19 +81,20 @@ class Landing:
             self._receiver.cancel(now, request.ticket, fault)
             reason = f"the prefill engine handed over what cannot be used: {fault}"
             self._requests.fail(request, 502, reason, None)
-            return
+            return False
         request.phase = "first"
         if request.first is not None:
             if hand_off.ended:
                 # Where two tokens are as likely, another PE may choose the other one, and end there: no pages come.
                 self._decoding.fall_back(request, "the prefill engine that was asked next ended the answer")
-            return
+            return not hand_off.ended
         request.first = hand_off
         request.cached_tokens = hand_off.cached_tokens
         self._counters["prefills_remote"] += 1
         for choice, first in enumerate(hand_off.firsts):
             reason_: FinishReason | None = first.finish_reason  # type: ignore[assignment]
             self._requests.emit(request, choice, first.token, reason_, first.logprob)
+        return request in self._requests
 
     def landed(self, now: float, landed: Landed) -> None:
         """A good doorbell: the pages are ours, and go to the engine or back to the pool."""
@@ -123,11 +127,8 @@ class Landing:
 
     def _accept(self, now: float, request: Request, landed: Landed) -> None:
         """The pages are good."""
-        if request.phase == "granted":
-            # The doorbell carries the first token too: a first-token message need not have come.
-            self.first_token(now, request, landed.hand_off)
-            # It may have ended, or be computed here instead.
-            if request not in self._requests or request.phase != "first":
-                self._pool.release(landed.owner)
-                return
+        # The doorbell carries the first token too: a first-token message need not have come.
+        if request.phase == "granted" and not self.first_token(now, request, landed.hand_off):
+            self._pool.release(landed.owner)
+            return
         self._decoding.adopt(request, landed)
