@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvrail.frontend.load.arrivals import Load, run_load
-from kvrail.frontend.load.prompts import Prompts, TextLength
+from kvrail.frontend.load.prompts import Prompts, TextLength, read_vocab
 from kvrail.frontend.load.report import Cell, compare, comparison_table, table
 from kvrail.frontend.load.request import Target
 from kvrail.frontend.refusing import refuse
@@ -206,11 +206,9 @@ def main(
     if len({target.url for target in targets}) < len(targets):
         raise typer.BadParameter("--url: twice the same server")
     try:
-        low, high = (int(part) for part in vocab.split(":"))
+        ids = read_vocab(vocab)
     except ValueError:
-        low = high = 0
-    if not 0 <= low < high:
-        raise typer.BadParameter(f"--vocab {vocab}: FIRST:END, such as 300:2000")
+        raise typer.BadParameter(f"--vocab {vocab}: FIRST:END, such as 300:2000") from None
     if mixed:
         span = seconds or _MIXED.seconds
         turns = rounds or (1 if len(url) == 1 else 2)
@@ -250,9 +248,7 @@ def main(
                 f"{target.url} takes {card['max_model_len']} tokens, prompt and answer; {longest} are wanted",
             )
         extra: dict[str, Any] = {"logprobs": True} if chat else {"logprobs": 0}
-        made = Prompts(
-            card["id"], (low, high), seed, chat=chat, extra=tuple(extra.items()) if logprobs else ()
-        )
+        made = Prompts(card["id"], ids, seed, chat=chat, extra=tuple(extra.items()) if logprobs else ())
         if text or chat:
             made = Prompts(**{**vars(made), "text": _text_length(target, made)})
         prompts[target.url] = made

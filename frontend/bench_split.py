@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from kvrail.frontend.chart import write
-from kvrail.frontend.load.prompts import Prompts
+from kvrail.frontend.load.prompts import Prompts, read_vocab
 from kvrail.frontend.refusing import refuse
 from kvrail.frontend.split_bench.campaign import LIMITS, Campaign
 from kvrail.frontend.split_bench.charts import charts
@@ -153,11 +153,9 @@ def main(
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
     try:
-        low, high = (int(part) for part in vocab.split(":"))
+        ids = read_vocab(vocab)
     except ValueError:
-        low = high = 0
-    if not 0 <= low < high:
-        raise typer.BadParameter(f"--vocab {vocab}: FIRST:END, such as 300:2000")
+        raise typer.BadParameter(f"--vocab {vocab}: FIRST:END, such as 300:2000") from None
     for name in routing.split(","):
         if name not in get_args(Policy):
             raise typer.BadParameter(f"--routing {name}: {', '.join(get_args(Policy))}")
@@ -213,7 +211,7 @@ def main(
                 plans=wanted,
                 settings=settings,
                 limits_s=limits_s,
-                runner=Runner(Prompts(MODEL, (low, high), seed), _progress(say, status), rows.append),
+                runner=Runner(Prompts(MODEL, ids, seed), _progress(say, status), rows.append),
                 logs=logs,
                 start_within_s=start_within,
                 flags=("--model", model, *shlex.split(launch_flags)),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-__all__ = ["Prompts", "TextLength"]
+__all__ = ["Prompts", "TextLength", "read_vocab"]
 
 # Common enough to be one or two tokens each in any vocabulary.
 _WORDS = (
@@ -18,6 +18,14 @@ _WORDS = (
     "hand part place case week company system program question work government number night point home water room "
     "mother area money story fact month lot right study book eye job word business issue side kind head house"
 )
+
+
+def read_vocab(text: str) -> tuple[int, int]:
+    """From FIRST:END, the token ids that prompts are drawn from. Raises ValueError."""
+    low, high = (int(part) for part in text.split(":"))
+    if not 0 <= low < high:
+        raise ValueError(f"{text}: no token ids")
+    return low, high
 
 
 @dataclass(frozen=True)

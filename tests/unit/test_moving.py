@@ -89,8 +89,11 @@ def test_a_first_token_that_is_out_stays(to: str) -> None:
     assert bench.told(3) == [], "no token is told twice"
 
 
-def test_an_engine_that_ends_the_answer_instead_does_not_hang_it() -> None:
-    """Of two tokens as likely as each other it chose the one that ends: it pushes nothing."""
+@pytest.mark.parametrize("by", ["first token", "doorbell"])
+def test_an_engine_that_ends_the_answer_instead_does_not_hang_it(by: str) -> None:
+    """Of two tokens as likely as each other it chose the one that ends: it pushes nothing. (No engine of ours rings for
+    an answer that has ended, but who knows what a peer does: the engine must not get the request twice.)
+    """
     bench = Bench()
     bench.link_up(A, B)
     old = asked_of(bench, "r", A)
@@ -100,24 +103,13 @@ def test_an_engine_that_ends_the_answer_instead_does_not_hang_it() -> None:
     bench.role.handle(2, Move(request_id="r", peer=tuple(B)))
     (granted,) = bench.told(2)
     ended = HandOff(first_token=2, finish_reason="stop", seed=1, next_position=17)
-    hear(bench, B, FirstToken(ticket=granted.ticket, epoch=2, hand_off=ended))
-    assert bench.resumed == [("r", {0: 7})]
-
-
-def test_a_doorbell_that_ends_the_answer_instead_does_not_give_it_to_the_engine_twice() -> None:
-    """No engine of ours rings for an answer that has ended, but who knows what a peer does."""
-    bench = Bench()
-    bench.link_up(A, B)
-    old = asked_of(bench, "r", A)
-    hear(bench, A, FirstToken(ticket=old, epoch=2, hand_off=FIRST))
-    lose(bench, old, "link down")
-    bench.told()
-    bench.role.handle(2, Move(request_id="r", peer=tuple(B)))
-    (granted,) = bench.told(2)
-    ended = HandOff(first_token=2, finish_reason="stop", seed=1, next_position=17)
-    hear(bench, B, Doorbell(ticket=granted.ticket, epoch=2, status="landed", token_end=16, hand_off=ended))
+    if by == "first token":
+        hear(bench, B, FirstToken(ticket=granted.ticket, epoch=2, hand_off=ended))
+    else:
+        bell = Doorbell(ticket=granted.ticket, epoch=2, status="landed", token_end=16, hand_off=ended)
+        hear(bench, B, bell)
+        assert bench.receiver.held(B) == 0
     assert (bench.resumed, bench.adopted) == ([("r", {0: 7})], [])
-    assert bench.receiver.held(B) == 0
 
 
 def test_nobody_is_asked_twice_and_not_everybody_is_asked() -> None:
