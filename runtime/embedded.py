@@ -18,10 +18,11 @@ import torch
 
 from kvrail.runtime.batch import Batch
 from kvrail.runtime.device import Compute, out_of_memory
-from kvrail.runtime.engine_protocol import SequenceState, StepOutput
+from kvrail.runtime.engine_protocol import SequenceState, StepOutput, StepWatcher
 from kvrail.runtime.errors import BadRequest
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.layer_parts import Stored, part_ends
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
@@ -38,10 +39,9 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
-# The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
-# this many tokens: its pages are soon over. Fewer would cost more than they save: a GPU is slower with few at a time.
+# The last chunk of a long prompt whose pages are pushed behind it has at most this part of the token budget: they are
+# soon over.
 _TAIL_SHARE = 4
-_TAIL_TOKENS = 2048
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 
@@ -95,8 +95,13 @@ class EmbeddedEngine:
         self._roster = Roster(pool, self._memory, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len)
         self._token_budget = max_num_batched_tokens
         self._grammars = grammars
+        self._watcher: StepWatcher | None = None
 
     # --- the engine protocol ------------------------------------------------------------------------------------
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Tell `watcher` of steps while they are queued."""
+        self._watcher = watcher
 
     def add(
         self,
@@ -230,11 +235,16 @@ class EmbeddedEngine:
         check_prompt(tokens, self.max_model_len, self.vocab_size)
 
     def _tail(self, sequence: EngineSequence) -> int:
-        """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's."""
+        """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's.
+
+        Where they leave by layers a short last chunk would only cost time: a GPU is slower with few tokens.
+        """
+        if self._watcher is not None:
+            return 0
         # (What a cache had is no chunk: cut for its sake, a short prompt would only take one step more.)
         begun = sequence.computed > (sequence.cached_tokens or 0)
         long = begun or sequence.remaining > self._token_budget
-        return min(self._token_budget // _TAIL_SHARE, _TAIL_TOKENS) if sequence.prefill_only and long else 0
+        return self._token_budget // _TAIL_SHARE if sequence.prefill_only and long else 0
 
     def _cut(self, turn: Turn) -> Turn:
         """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""
@@ -246,6 +256,7 @@ class EmbeddedEngine:
         parts = [(self._roster[turn.sequence_id], turn.tokens) for turn in turns]
         batch = Batch(parts)
         before = [sequence.computed for sequence, _ in parts]
+        told: list[EngineSequence] = []
         try:
             with self._compute.queue() as number:
                 for sequence, _ in parts:
@@ -256,15 +267,17 @@ class EmbeddedEngine:
                     batch.slices,
                     batch.wanted,
                     self._memory.rings,
+                    self._stored(parts),
                 )
                 for sequence, count in parts:
                     sequence.computed += count
+                told = self._tell(parts)
                 drawn = batch.draw(logits)
                 noted = batch.prompt_logprobs(logits)
         except torch.OutOfMemoryError:
             for (sequence, _), computed in zip(parts, before, strict=True):
                 sequence.computed = computed
-            self._shrink(parts)
+            self._shrink(parts, told)
             return
         # Whatever came back was behind all of it.
         if noted or any(found for _, found in drawn):
@@ -285,18 +298,36 @@ class EmbeddedEngine:
             else:
                 self._roster.emit(sequence, found)
 
-    def _shrink(self, parts: list[tuple[EngineSequence, int]]) -> None:
+    def _stored(self, parts: list[tuple[EngineSequence, int]]) -> Stored | None:
+        if self._watcher is None or not any(sequence.prefill_only for sequence, _ in parts):
+            return None
+        tokens = sum(count for _, count in parts)
+        return Stored(part_ends(self.layout.layers, tokens), self._watcher.layers_queued)
+
+    def _tell(self, parts: list[tuple[EngineSequence, int]]) -> list[EngineSequence]:
+        """Before anything waits for the step: what of it can be pushed. Returns whose."""
+        told = [sequence for sequence, _ in parts if sequence.prefill_only]
+        if self._watcher is None or not told:
+            return []
+        self._watcher.step_queued({sequence.sequence_id: sequence.computed for sequence in told})
+        return told
+
+    def _shrink(self, parts: list[tuple[EngineSequence, int]], told: list[EngineSequence]) -> None:
         """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
 
-        Nothing has been counted as computed, so the same tokens come again.
+        Nothing has been counted as computed, so the same tokens come again; but not those of which somebody was `told`:
+        they may not be written again.
         """
         torch.cuda.empty_cache()
         counts = [count for _, count in parts]
         remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
-        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        fault = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        failing = told
         if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
             self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
-            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+            _log.error("%s (steps have at most %d tokens from now on)", fault, self._token_budget)
         else:
-            _log.error("%s (the youngest sequence of the batch fails)", told)
-            self._roster.fail(parts[-1][0], told)
+            _log.error("%s (the youngest sequence of the batch fails)", fault)
+            failing = told or [parts[-1][0]]
+        for sequence in failing:
+            self._roster.fail(sequence, fault)
