@@ -92,7 +92,7 @@ class PagePushes:
             layer_bytes = unit_bytes // max(1, self._engine.layout.layers)
             for layers, fence in self._layers:
                 end = layers * layer_bytes
-                self._push_own(writer, push, address, fence, end - begin, (begin, end - begin))
+                self._push_own(writer, push, address, fence, end - begin, (begin, end - begin), hidden=True)
                 begin = end
         part = (begin, unit_bytes - begin) if begin else None
         self._push_own(writer, push, address, self._computed(), unit_bytes - begin, part)
@@ -105,12 +105,16 @@ class PagePushes:
         after: _ucx.CudaFence | None,
         nbytes: int,
         part: tuple[int, int] | None = None,
+        hidden: bool = False,
     ) -> None:
-        """From our pools, behind `after`: `nbytes` of each unit, which are that `part` of it, or all."""
+        """From our pools, behind `after`: `nbytes` of each unit, which are that `part` of it, or all.
+
+        `hidden`: the model goes on computing behind `after`.
+        """
         key, count = LinkKey(*push.link), len(push.target)
         planner = self._planners.get(key)
         runs = count if part else count_runs(push.source, push.target)
-        way = planner.choose(count * nbytes, runs) if planner else None
+        way = planner.choose(count * nbytes, runs, hidden=hidden) if planner else None
         writer.push(push.pool, address, push.source, push.target, after=after, way=way or "", part=part)
         if way:
             self._board.count(key, **{f"bytes_by_{way}": count * nbytes})

@@ -54,10 +54,6 @@ __all__ = ["Prefilling"]
 _log = logging.getLogger(__name__)
 
 
-# A step that took longer to queue is told of when it is done: its tickets are to be renewed first (rank.py).
-_QUEUED_WITHIN_S = 0.1
-
-
 class _Call:
     """One prefill call, from its arrival to PrefillEnded."""
 
@@ -96,7 +92,8 @@ class Prefilling:
         # What the ledger wants of the engine while that is within a step.
         self._within_step = False
         self._postponed: list[SenderEffect] = []
-        self._ticked = 0.0
+        # When this turn's step began, at the latest, and how long the one before it took.
+        self._ticked = self._step_s = 0.0
         self._counters: Counter[str] = Counter()
         self._pushes = PagePushes(engine, pools, cache, self._board, self._counters)
         if engine.stream is not None:
@@ -156,15 +153,16 @@ class Prefilling:
     def step_queued(self, computed: Mapping[str, int]) -> None:
         """See StepWatcher: push what is going to be final, each part behind the work that makes it so."""
         now = time.monotonic()
-        if now - self._ticked <= _QUEUED_WITHIN_S:
-            self._within_step = True
-            self._pushes.step_queued()
-            for request_id, tokens in computed.items():
-                call = self._calls.get(request_id)
-                if call is not None:
-                    self._push_computed(now, request_id, call.call.ticket, tokens)
-            self._carry_out(now)
-            self._within_step = False
+        longest = 2 * max(now - self._ticked, self._step_s)
+        self._within_step = True
+        self._pushes.step_queued()
+        for request_id, tokens in computed.items():
+            call = self._calls.get(request_id)
+            # What may expire within the step is pushed when its renewals have been heard, behind it (rank.py).
+            if call is not None and self._sender.time_left(now, call.call.ticket) > longest:
+                self._push_computed(now, request_id, call.call.ticket, tokens)
+        self._carry_out(now)
+        self._within_step = False
         self._pushes.step_over()
 
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
@@ -173,6 +171,7 @@ class Prefilling:
         for effect in postponed:
             self._do(now, effect)
         self._pushes.step_over()
+        self._step_s = now - self._ticked
         for place, output in enumerate(outputs):
             call = self._calls.get(output.sequence_id)
             if call is None or output.choice:

@@ -179,7 +179,7 @@ def test_layers_that_are_told_of_stand_behind_the_work_so_far(models, prompt, at
     rig = models.rig(
         "smollm3", dtype=dtype, attention=attention, pages=64, max_num_batched_tokens=600, prefix_cache=False
     )
-    rig.generate([prompt(700, 1)], greedy(2))
+    rig.generate([prompt(600, 1)], greedy(2))
     side, taken, begin = torch.cuda.Stream(), [], [0]
     stream = torch.cuda.ExternalStream(rig.engine.stream)
 

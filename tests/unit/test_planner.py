@@ -56,15 +56,17 @@ def test_whatever_was_measured_no_cost_is_negative(times_us: list[float]) -> Non
     st.dictionaries(st.sampled_from(WAYS), costs, min_size=1),
     st.integers(1, 1 << 40),
     st.integers(1, 1 << 16),
+    st.booleans(),
 )
 def test_the_chosen_way_is_within_a_tenth_of_the_best(
-    by_way: dict[Way, Cost], nbytes: int, runs: int
+    by_way: dict[Way, Cost], nbytes: int, runs: int, hidden: bool
 ) -> None:
+    """Or half as fast, where nobody waits for it."""
     planner = Planner(by_way)
-    chosen = planner.choose(nbytes, runs)
+    chosen = planner.choose(nbytes, runs, hidden=hidden)
     assert chosen in by_way
     best = min(cost.seconds(nbytes, runs) for cost in by_way.values())
-    assert by_way[chosen].seconds(nbytes, runs) <= 1.1 * best
+    assert by_way[chosen].seconds(nbytes, runs) <= (2 if hidden else 1.1) * best
 
 
 def test_h200_figures_send_scattered_pages_by_kernel_and_large_ones_by_engine() -> None:
@@ -74,6 +76,9 @@ def test_h200_figures_send_scattered_pages_by_kernel_and_large_ones_by_engine() 
     assert planner.choose(4096 * 16384, 16384) == "kernel"
     assert planner.choose(64 << 10, 1) == "engine"
     assert planner.choose(1 << 30, 16) == "engine"
+    # Four layers of 64 pages: while the model computes, its SMs are its own.
+    assert planner.choose(128 * MIB, 64) == "kernel"
+    assert planner.choose(128 * MIB, 64, hidden=True) == "engine"
     assert planner.gb_per_s == pytest.approx(390, rel=0.05)
 
 

@@ -333,11 +333,15 @@ def test_the_layers_of_a_step_are_no_parts_of_the_next_one(queueing: None) -> No
     assert [units[1:] for units in bench.writers[0].units] == [([0], [5]), ([1], [6]), ([1], [6])]
 
 
-def test_a_step_that_takes_long_to_queue_is_pushed_when_it_is_over(queueing: None) -> None:
-    """Until then its tickets' renewals have not been heard."""
+@pytest.mark.parametrize("long_one", ["this one", "the one before"])
+def test_a_step_that_may_outlive_its_tickets_is_pushed_when_it_is_over(queueing: None, long_one: str) -> None:
+    """Until then their renewals have not been heard."""
     bench = Bench()
+    if long_one == "the one before":
+        bench.role.tick(NOW - 5)
+        bench.role.on_step(NOW, [])
     bench.start()
-    bench.role.tick(NOW - 1)
+    bench.role.tick(NOW if long_one == "the one before" else NOW - 5)
     bench.role.layers_queued(1)
     bench.role.step_queued({"r": 32})
     assert not bench.writers
