@@ -22,7 +22,7 @@ from kvrail.runtime.engine_protocol import SequenceState, StepOutput, StepWatche
 from kvrail.runtime.errors import BadRequest
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.host_cache import HostPrefixCache
-from kvrail.runtime.layer_parts import Stored, part_ends
+from kvrail.runtime.layer_parts import Stored
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
@@ -39,9 +39,10 @@ __all__ = ["EmbeddedEngine"]
 _log = logging.getLogger(__name__)
 # Tokens of a prompt in a step when the logits of all of them are wanted.
 _LOGITS_CHUNK = 128
-# The last chunk of a long prompt whose pages are pushed behind it has at most this part of the token budget: they are
-# soon over.
+# The last chunk of a long prompt whose pages are pushed has at most this part of the token budget, and no more than
+# this many tokens: its pages are soon over. Fewer would cost more than they save: a GPU is slower with few at a time.
 _TAIL_SHARE = 4
+_TAIL_TOKENS = 2048
 # How long a step that can do nothing else waits for a copy.
 _COPY_WAIT_S = 0.002
 
@@ -235,16 +236,11 @@ class EmbeddedEngine:
         check_prompt(tokens, self.max_model_len, self.vocab_size)
 
     def _tail(self, sequence: EngineSequence) -> int:
-        """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's.
-
-        Where they leave by layers a short last chunk would only cost time: a GPU is slower with few tokens.
-        """
-        if self._watcher is not None:
-            return 0
+        """Of a prompt whose pages are pushed: they leave while the next chunk is computed, but the last one's."""
         # (What a cache had is no chunk: cut for its sake, a short prompt would only take one step more.)
         begun = sequence.computed > (sequence.cached_tokens or 0)
         long = begun or sequence.remaining > self._token_budget
-        return self._token_budget // _TAIL_SHARE if sequence.prefill_only and long else 0
+        return min(self._token_budget // _TAIL_SHARE, _TAIL_TOKENS) if sequence.prefill_only and long else 0
 
     def _cut(self, turn: Turn) -> Turn:
         """Few tokens where the (large) logits of all of them are wanted; and chunks end where a state is to be kept."""
@@ -299,10 +295,11 @@ class EmbeddedEngine:
                 self._roster.emit(sequence, found)
 
     def _stored(self, parts: list[tuple[EngineSequence, int]]) -> Stored | None:
-        if self._watcher is None or not any(sequence.prefill_only for sequence, _ in parts):
+        ending = {s.sequence_id: count for s, count in parts if s.prefill_only and count == s.remaining}
+        if self._watcher is None or not ending:
             return None
-        tokens = sum(count for _, count in parts)
-        return Stored(part_ends(self.layout.layers, tokens), self._watcher.layers_queued)
+        ends = self._watcher.step_begins(ending)
+        return Stored(ends, self._watcher.layers_queued) if ends else None
 
     def _tell(self, parts: list[tuple[EngineSequence, int]]) -> list[EngineSequence]:
         """Before anything waits for the step: what of it can be pushed. Returns whose."""

@@ -63,10 +63,16 @@ class StepWatcher(Protocol):
     Called by the engine inside `step`, on its thread: none of its methods may be called meanwhile but `sequence`.
     """
 
-    def layers_queued(self, layers: int) -> None:
-        """All work so far stores KV of this step's tokens in the first `layers` full layers.
+    def step_begins(self, ending: Mapping[str, int]) -> Sequence[int]:
+        """A step is going to be queued with which these prompts end: so many tokens of each are still to compute.
 
-        Rising within a step, and never all layers; of some steps nothing is told.
+        Returns after how many full layers `layers_queued` is to be called, rising.
+        """
+
+    def layers_queued(self, layers: int) -> None:
+        """All work so far stores KV of this step's tokens in the first `layers` full layers, which are not all.
+
+        Of a step that is one CUDA graph nothing is told.
         """
 
     def step_queued(self, computed: Mapping[str, int]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts in which the pages of a step leave a GPU: some layers of each, while the layers behind them are computed.
+"""Who is told, while a step is queued, of its layers: so that pages can leave in parts, layers before layers.
 
 A step's work is queued long before it is done, and so are its pushes, each behind the layers that it carries. What is
-left to push when the step is done is its last part, however long the chunk was.
+left to push when the step is done is the last part.
 """
 
 from __future__ import annotations
@@ -14,27 +14,14 @@ import torch
 
 from kvrail.kernels.attention import AttentionPlan
 
-__all__ = ["Stored", "StoredPlan", "part_ends"]
-
-# A part costs the host the queueing of a push, and the GPU some microseconds: it should be worth milliseconds of
-# computing.
-_PART_TOKENS = 512
-# Eight leave an eighth of a chunk to be pushed behind it. Smaller pieces of a page are slower to copy.
-_MOST_PARTS = 8
-
-
-def part_ends(layers: int, tokens: int) -> list[int]:
-    """After how many of its `layers` full layers a step of `tokens` tokens has another part ready, but for the last.
-
-    >>> part_ends(32, 2048)
-    [8, 16, 24]
-    """
-    parts = min(_MOST_PARTS, layers, tokens // _PART_TOKENS)
-    return [layers * part // parts for part in range(1, parts)]
+__all__ = ["Stored", "StoredPlan"]
 
 
 class Stored(NamedTuple):
-    """Who wants to know, on the host, that the work is queued which stores K and V of the first so many full layers."""
+    """`tell` is called on the host when the work is queued that stores K and V of the first n full layers.
+
+    n: each of `ends`, rising.
+    """
 
     ends: Sequence[int]
     tell: Callable[[int], None]

@@ -56,6 +56,11 @@ class PagePushes:
         """A link is over."""
         self._planners.pop(key, None)
 
+    def parts(self, link: LinkKey, tokens: int) -> int:
+        """In how many parts the last `tokens` tokens of a prompt should leave."""
+        planner = self._planners.get(link)
+        return planner.parts(tokens * self._engine.layout.token_bytes) if planner else 1
+
     def layers_queued(self, layers: int) -> None:
         """The work that stores KV of the first `layers` layers is queued: they can be pushed behind that."""
         fence = self._pools.fence(self._engine.stream)
@@ -92,7 +97,7 @@ class PagePushes:
             layer_bytes = unit_bytes // max(1, self._engine.layout.layers)
             for layers, fence in self._layers:
                 end = layers * layer_bytes
-                self._push_own(writer, push, address, fence, end - begin, (begin, end - begin), hidden=True)
+                self._push_own(writer, push, address, fence, end - begin, (begin, end - begin))
                 begin = end
         part = (begin, unit_bytes - begin) if begin else None
         self._push_own(writer, push, address, self._computed(), unit_bytes - begin, part)
@@ -105,16 +110,12 @@ class PagePushes:
         after: _ucx.CudaFence | None,
         nbytes: int,
         part: tuple[int, int] | None = None,
-        hidden: bool = False,
     ) -> None:
-        """From our pools, behind `after`: `nbytes` of each unit, which are that `part` of it, or all.
-
-        `hidden`: the model goes on computing behind `after`.
-        """
+        """From our pools, behind `after`: `nbytes` of each unit, which are that `part` of it, or all."""
         key, count = LinkKey(*push.link), len(push.target)
         planner = self._planners.get(key)
         runs = count if part else count_runs(push.source, push.target)
-        way = planner.choose(count * nbytes, runs, hidden=hidden) if planner else None
+        way = planner.choose(count * nbytes, runs) if planner else None
         writer.push(push.pool, address, push.source, push.target, after=after, way=way or "", part=part)
         if way:
             self._board.count(key, **{f"bytes_by_{way}": count * nbytes})

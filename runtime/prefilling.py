@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,16 @@ class Prefilling:
         tell_sender(self._sender, now, event)
         # At once: the next event may build on what this one has caused (a grant behind a link that came up).
         self._carry_out(now)
+
+    def step_begins(self, ending: Mapping[str, int]) -> Sequence[int]:
+        """See StepWatcher: the end of a prompt leaves in parts where pushing it takes long."""
+        parts, layers = 1, self.engine.layout.layers
+        for request_id, tokens in ending.items():
+            call = self._calls.get(request_id)
+            link = self._sender.link_of(call.call.ticket) if call is not None else None
+            if link is not None:
+                parts = max(parts, self._pushes.parts(LinkKey(*link), tokens))
+        return sorted({layers * part // parts for part in range(1, parts)} - {0})
 
     def layers_queued(self, layers: int) -> None:
         """See StepWatcher."""

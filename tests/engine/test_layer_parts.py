@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,24 +11,8 @@ import pytest
 import torch
 
 from kvrail.kernels.step_parts import Slice
-from kvrail.runtime import embedded, layer_parts
-from kvrail.runtime.layer_parts import Stored, part_ends
-
-
-@pytest.mark.parametrize(
-    ("layers", "tokens", "ends"),
-    [
-        (32, 8192, [4, 8, 12, 16, 20, 24, 28]),
-        (32, 2048, [8, 16, 24]),
-        (30, 1 << 20, [3, 7, 11, 15, 18, 22, 26]),
-        (3, 8192, [1, 2]),
-        (32, 1023, []),
-        (1, 8192, []),
-        (0, 8192, []),
-    ],
-)
-def test_parts_are_of_like_size_and_worth_their_push(layers: int, tokens: int, ends: list[int]) -> None:
-    assert part_ends(layers, tokens) == ends
+from kvrail.runtime import embedded
+from kvrail.runtime.layer_parts import Stored
 
 
 @pytest.mark.parametrize("kind", ["llama", "smollm3", "qwen3_moe", "deepseek_v2", "glm4_moe", "qwen2-window"])
@@ -53,12 +37,16 @@ def test_a_layer_that_is_told_of_is_stored_and_the_next_is_not_begun(models, kin
 
 
 class Watcher:
-    """Notes what an engine tells."""
+    """Notes what an engine tells, and wants to know of layers 1 and 3 where a prompt ends."""
 
     def __init__(self, rig: Any) -> None:
         self._rig = rig
         self.told: list[Any] = []
         self.pages: dict[str, list[bytes]] = {}
+
+    def step_begins(self, ending: Mapping[str, int]) -> Sequence[int]:
+        self.told.append(ending)
+        return [1, 3]
 
     def layers_queued(self, layers: int) -> None:
         self.told.append(layers)
@@ -71,9 +59,8 @@ class Watcher:
             self.pages[name] = [bytes(self._rig.memory[page * size : (page + 1) * size]) for page in whole]
 
 
-def _watched(models: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Watcher]:
-    monkeypatch.setattr(layer_parts, "_PART_TOKENS", 16)
-    rig = models.rig("smollm3", max_num_batched_tokens=64, prefix_cache=False, **options)
+def _watched(models: Any) -> tuple[Any, Watcher]:
+    rig = models.rig("smollm3", max_num_batched_tokens=64, prefix_cache=False)
     watcher = Watcher(rig)
     rig.engine.watch(watcher)
     return rig, watcher
@@ -82,8 +69,8 @@ def _watched(models: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
 def test_an_engine_tells_of_prompts_that_are_pushed_before_it_waits_for_a_step(
     models, prompt, greedy, monkeypatch
 ) -> None:
-    """And their last chunk is as long as any: a short one would cost time and save none."""
-    rig, watcher = _watched(models, monkeypatch)
+    """And of their layers where the prompt ends, which is a short chunk: the others are pushed beside later ones."""
+    rig, watcher = _watched(models)
     draw = embedded.Batch.draw
 
     def noted(self: Any, logits: Any) -> Any:
@@ -93,7 +80,8 @@ def test_an_engine_tells_of_prompts_that_are_pushed_before_it_waits_for_a_step(
     monkeypatch.setattr(embedded.Batch, "draw", noted)
     rig.engine.add("pushed", prompt(100), greedy(9), prefill_only=True)
     rig.drain()
-    assert watcher.told == [1, 2, 3, {"pushed": 64}, "draw", 2, {"pushed": 100}, "draw"]
+    last = [{"pushed": 16}, 1, 3, {"pushed": 100}, "draw"]
+    assert watcher.told == [{"pushed": 64}, "draw", {"pushed": 84}, "draw", *last]
     state = rig.engine.sequence("pushed")
     size = rig.model.layout.page_bytes
     assert len(watcher.pages["pushed"]) == 6
@@ -112,7 +100,7 @@ def test_what_was_told_of_a_step_that_fails_is_not_computed_again(
     models, prompt, greedy, monkeypatch
 ) -> None:
     """Its pages may be on their way: a second time they would be written under the copy."""
-    rig, watcher = _watched(models, monkeypatch)
+    rig, watcher = _watched(models)
     forward, draw, fails = rig.engine._model.forward, embedded.Batch.draw, ["draw"]
 
     def failing(*arguments: Any) -> Any:

@@ -13,7 +13,6 @@ import torch
 from engine.conftest import Rig, greedy
 from kit.tiny_families import FAMILIES
 from kvrail.kernels.reference import gather_pages, scatter_pages
-from kvrail.runtime import layer_parts
 from kvrail.runtime.checkpoint import open_checkpoint
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.model import PagedModel
@@ -172,9 +171,8 @@ def test_queued_chunks_compute_the_same(models, prompt, slow_stream) -> None:
 
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
-def test_layers_that_are_told_of_stand_behind_the_work_so_far(models, prompt, attention, monkeypatch) -> None:
+def test_layers_that_are_told_of_stand_behind_the_work_so_far(models, prompt, attention) -> None:
     """What a copy behind that work takes along is what the pages hold in the end; the step waits for none of it."""
-    monkeypatch.setattr(layer_parts, "_PART_TOKENS", 100)
     dtype = "float32" if attention == "torch" else "bfloat16"
     rig = models.rig(
         "smollm3", dtype=dtype, attention=attention, pages=64, max_num_batched_tokens=600, prefix_cache=False
@@ -184,6 +182,10 @@ def test_layers_that_are_told_of_stand_behind_the_work_so_far(models, prompt, at
     stream = torch.cuda.ExternalStream(rig.engine.stream)
 
     class Watcher:
+        def step_begins(self, ending: Any) -> list[int]:
+            assert ending == {"pushed": 600}
+            return list(range(1, rig.model.layout.layers))
+
         def layers_queued(self, layers: int) -> None:
             side.wait_event(stream.record_event())
             with torch.cuda.stream(side):

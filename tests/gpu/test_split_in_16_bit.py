@@ -75,8 +75,8 @@ def test_in_batches_pages_are_equal_and_only_near_ties_differ(servers: tuple[Ser
         wait_until(lambda s=server: s.metric("kvrail_pages_held") == 0, 10, "nothing is held", server)  # type: ignore[misc]
 
 
-def test_long_prompts_leave_by_layers_and_decode_alike(servers: tuple[Server, Split]) -> None:
-    """Chunks of 2,048 tokens, whose pages are pushed in parts while the layers behind them are computed."""
+def test_long_prompts_decode_alike(servers: tuple[Server, Split]) -> None:
+    """In one chunk or two; their pages are queued for the link before the chunk is computed."""
     single, split = servers
     for length in (1500, 2048, 3500):
         prompt = [300 + (37 * i * i + length) % 1700 for i in range(length)]

@@ -56,17 +56,15 @@ def test_whatever_was_measured_no_cost_is_negative(times_us: list[float]) -> Non
     st.dictionaries(st.sampled_from(WAYS), costs, min_size=1),
     st.integers(1, 1 << 40),
     st.integers(1, 1 << 16),
-    st.booleans(),
 )
 def test_the_chosen_way_is_within_a_tenth_of_the_best(
-    by_way: dict[Way, Cost], nbytes: int, runs: int, hidden: bool
+    by_way: dict[Way, Cost], nbytes: int, runs: int
 ) -> None:
-    """Or half as fast, where nobody waits for it."""
     planner = Planner(by_way)
-    chosen = planner.choose(nbytes, runs, hidden=hidden)
+    chosen = planner.choose(nbytes, runs)
     assert chosen in by_way
     best = min(cost.seconds(nbytes, runs) for cost in by_way.values())
-    assert by_way[chosen].seconds(nbytes, runs) <= (2 if hidden else 1.1) * best
+    assert by_way[chosen].seconds(nbytes, runs) <= 1.1 * best
 
 
 def test_h200_figures_send_scattered_pages_by_kernel_and_large_ones_by_engine() -> None:
@@ -76,10 +74,16 @@ def test_h200_figures_send_scattered_pages_by_kernel_and_large_ones_by_engine() 
     assert planner.choose(4096 * 16384, 16384) == "kernel"
     assert planner.choose(64 << 10, 1) == "engine"
     assert planner.choose(1 << 30, 16) == "engine"
-    # Four layers of 64 pages: while the model computes, its SMs are its own.
-    assert planner.choose(128 * MIB, 64) == "kernel"
-    assert planner.choose(128 * MIB, 64, hidden=True) == "engine"
     assert planner.gb_per_s == pytest.approx(390, rel=0.05)
+
+
+def test_what_becomes_ready_bit_by_bit_leaves_in_parts_over_slow_links() -> None:
+    """Each part costs a millisecond: that is saved from the third millisecond of a push on."""
+    assert Planner({}).parts(1 << 30) == 1
+    nvlink = Planner({"engine": Cost(12e-6, 3e-6, 1 / 380e9), "kernel": Cost(15e-6, 0.0, 1 / 370e9)})
+    network = Planner({"put": Cost(10e-6, 1e-6, 1 / 25e9)})
+    assert [nvlink.parts(size * MIB) for size in (16, 1024, 4096)] == [1, 1, 3]
+    assert [network.parts(size * MIB) for size in (16, 128, 512, 8192)] == [1, 2, 4, 8]
 
 
 def test_another_link_gives_another_choice() -> None:

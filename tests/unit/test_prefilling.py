@@ -297,6 +297,18 @@ def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrail.runtime.prefilling.time", SimpleNamespace(monotonic=lambda: NOW))
 
 
+@pytest.mark.parametrize(
+    ("ms", "parts"), [(0.5, []), (3.9, []), (4.1, [2]), (9.1, [1, 2]), (200.0, [1, 2, 3])]
+)
+def test_the_end_of_a_prompt_leaves_in_parts_where_its_link_is_slow(ms: float, parts: list[int]) -> None:
+    """More parts than layers there are not; and what is computed for nobody, or not yet granted, has no link."""
+    nbytes = 32 * LAYOUT.token_bytes
+    bench = Bench(LaneInfo("put", "rc", "cuda", "worker", (Probe(nbytes, 1.0, ms * 1e3, 1, "put"),)))
+    assert bench.role.step_begins({"r": 32}) == []
+    bench.start()
+    assert bench.role.step_begins({"r": 32, "somebody else's": 1 << 20}) == parts
+
+
 def test_a_step_that_is_queued_is_pushed_by_layers_each_behind_its_work(queueing: None) -> None:
     bench = Bench()
     assert bench.watchers == [bench.role]
