@@ -24,6 +24,7 @@ from kvrail.frontend.bench_lines import Lines, OtherGone
 from kvrail.frontend.bench_nixl import NixlReceiver, nixl_version
 from kvrail.frontend.bench_rank import LinkWay, Memory, Pages, Way
 from kvrail.frontend.bench_socket import SocketWay
+from kvrail.transfer.interfaces import with_our_scope
 
 __all__ = ["main", "obey"]
 
@@ -58,10 +59,10 @@ class _Receiver:
             else:
                 opened[lane] = {"error": way.refusal or "no answer"}
         if command["socket"]:
+            host, port = command["socket"]
             try:
-                sock = socket.create_connection(command["socket"], _DIAL_S)
+                sock = socket.create_connection((with_our_scope(host, self._host), port), _DIAL_S)
             except OSError as error:
-                host, port = command["socket"]
                 opened["socket"] = {"error": f"cannot reach {host} port {port}: {error.strerror or error}"}
             else:
                 sock.settimeout(None)

@@ -202,6 +202,9 @@ def _command(
             raise TransferError(str(error)) from None
     for failure in failures:
         console.print(f"[bold red]{escape(failure)}[/]", soft_wrap=True)
+    if not records:
+        console.print("[bold red]nothing could be measured[/]")
+        raise typer.Exit(1)
     if all(record.verified for record in records):
         console.print("all pages arrived as they were sent")
     else:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import ipaddress
 import socket
 
 from kvrail.runtime.config import LaunchConfig, environment
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.interfaces import fault_for_ucx, ipv4_of, rdma_ports
 from kvrail.transfer.memory import available_bytes, free_hugetlb_bytes
 from kvrail.transfer.ucx import find_library
 
@@ -80,6 +82,12 @@ def _check_ucx(config: LaunchConfig) -> None:
 
 def _check_kv_host(host: str) -> None:
     if host in (name for _, name in socket.if_nameindex()):
+        try:
+            ipv4_of(host)
+        except OSError:
+            raise ConfigError(
+                f"--kv-host {host}: this interface has no IPv4 address; give an address"
+            ) from None
         return
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -94,7 +102,14 @@ def _check_kv_host(host: str) -> None:
         # The kernel may lack a family of which a name has addresses, as IPv6.
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
+            interface = socket.if_indextoname(address[3]) if len(address) == 4 and address[3] else ""
+            if interface and not rdma_ports() and (fault := fault_for_ucx(interface)):
+                raise ConfigError(f"--kv-host {host}: {fault}")
             return
+        if len(address) == 4 and not address[3] and ipaddress.IPv6Address(address[0]).is_link_local:
+            raise ConfigError(
+                f"--kv-host {host}: an IPv6 link-local address needs its interface: {host}%eth0, say"
+            )
     raise ConfigError(
         f"--kv-host {host}: no network interface of this machine has that address; give one of its own"
     )

@@ -65,6 +65,14 @@ def end(process: subprocess.Popen[str], timeout: float = 100) -> tuple[int, str]
     return process.returncode, out + err
 
 
+def token_in(folder: Path) -> Path:
+    """A file with a cluster token."""
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(16))
+    return token
+
+
 def check_records(records: list[dict[str, Any]], ways: set[tuple[str, str]]) -> None:
     assert {(record["lane"], record["transport"]) for record in records} == ways
     for record in records:
@@ -95,9 +103,7 @@ def test_one_command_a_host_and_two_clocks(ranks: Ranks, tmp_path: Path) -> None
 
 def test_between_two_network_namespaces(tmp_path: Path) -> None:
     out = tmp_path / "records.json"
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(16))
+    token = token_in(tmp_path)
     (tmp_path / "hidden").mkdir()
     with two_hosts() as hosts, Ranks(f"{hosts.first_kv}:7070") as ranks:
         flags = ["--token-file", str(token), "--no-latency", "--no-awake"]
@@ -123,6 +129,48 @@ def test_over_ipv6() -> None:
         status, said = end(ranks.start(0, *SMALL, "--no-latency", "--no-awake"))
         assert status == 0, said
         assert "not measured" not in said
+
+
+def test_over_link_local_ipv6(tmp_path: Path) -> None:
+    """Control stream, lane stream and the socket take it; UCX takes another address of the same wire, or is refused."""
+    out = tmp_path / "records.json"
+    (tmp_path / "hidden").mkdir()
+    with two_hosts() as hosts:
+        for bare in (False, True):
+            for name in (hosts.first, hosts.second) if bare else ():
+                subprocess.run(
+                    ["ip", "-n", name, "-4", "addr", "flush", "dev", "kv0"], check=True, capture_output=True
+                )
+            with Ranks(f"[{hosts.first_local}]:7070") as ranks:
+                flags = [*SMALL, "--no-latency", "--no-awake", "--json", str(out)]
+                receiver = ranks.start(1, inside=hosts.inside(hosts.second, tmp_path / "hidden"))
+                sender = ranks.start(0, *flags, inside=hosts.inside(hosts.first, tmp_path / "hidden"))
+                status, said = end(sender)
+                assert status == (2 if bare else 0), said
+                assert end(receiver)[0] == status
+            if bare:
+                assert "does not use IPv6 link-local addresses" in said
+                launch = [sys.executable, "-P", "-m", "kvrail.frontend.cli", "launch", "--role", "pe"]
+                launch += ["--model", str(tmp_path), "--token-file", str(token_in(tmp_path))]
+                for host, word in (
+                    (hosts.second_local, "UCX"),
+                    ("kv0", "no IPv4 address"),
+                    (hosts.second_local.partition("%")[0], "needs its interface"),
+                ):
+                    done = subprocess.run(
+                        [*hosts.inside(hosts.second, tmp_path / "hidden"), *launch, "--kv-host", host],
+                        capture_output=True,
+                        text=True,
+                        check=False,
+                        timeout=60,
+                    )
+                    assert done.returncode == 2
+                    assert f"--kv-host {host}" in done.stderr
+                    assert word in done.stderr
+            else:
+                check_records(
+                    json.loads(out.read_text()), {("stream", "tcp"), ("put", "tcp"), ("socket", "tcp")}
+                )
 
 
 @pytest.mark.parametrize(
@@ -171,9 +219,7 @@ def test_wrong_flags_are_refused() -> None:
 
 
 def test_strangers_do_not_keep_the_other_rank_out(ranks: Ranks, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(16))
+    token = token_in(tmp_path)
     sender = ranks.start(0, *SMALL, "--no-latency", "--no-awake", "--token-file", str(token))
     address = ("127.0.0.1", int(ranks.meet_at.rpartition(":")[2]))
     deadline = time.monotonic() + 60
