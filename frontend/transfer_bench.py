@@ -29,7 +29,7 @@ from kvrail.transfer.errors import TransferError
 
 __all__ = ["main"]
 
-WAYS = tuple(dict.fromkeys((*HOST_WAYS, *GPU_WAYS, *NETWORK_WAYS)))
+WAYS = tuple(dict.fromkeys((*HOST_WAYS, *GPU_WAYS)))
 _KIB, _MIB = 1 << 10, 1 << 20
 # So many pages of these in host memory, besides: batches as small as the tail of a push.
 _SMALL_PAGES, _SMALL = 16, (4 * _KIB, 64 * _KIB, 512 * _KIB)
@@ -78,7 +78,10 @@ def _command(
     page_bytes: Annotated[list[int] | None, typer.Option(help="bytes of a page (repeat for several)")] = None,
     pages: Annotated[list[int] | None, typer.Option(help="pages in a batch (repeat for several)")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="batches of each way and size")] = None,
-    way: Annotated[list[str] | None, typer.Option(help=f"only these: {', '.join(WAYS)}")] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help=f"only these: {', '.join(WAYS)}; between two hosts: {', '.join(NETWORK_WAYS)}"),
+    ] = None,
     memory: Annotated[
         list[str] | None, typer.Option(help=f"only these: {', '.join(PAIRS)} (default: what there is)")
     ] = None,
@@ -148,10 +151,11 @@ def _command(
         # What is measured, and what becomes of it, is rank 0's to say.
         meeting.receive()
         return
-    wanted = tuple(way or (WAYS if meeting is None else NETWORK_WAYS))
+    there, where = (WAYS, "") if meeting is None else (NETWORK_WAYS, " between two hosts")
+    wanted = tuple(way or there)
     for name in wanted:
-        if name not in WAYS:
-            raise typer.BadParameter(f"--way {name}: one of {', '.join(WAYS)}")
+        if name not in there:
+            raise typer.BadParameter(f"--way {name}:{where} one of {', '.join(there)}")
     for pair in memory or []:
         if pair not in PAIRS:
             raise typer.BadParameter(f"--memory {pair}: one of {', '.join(PAIRS)}")
@@ -163,12 +167,8 @@ def _command(
             raise typer.BadParameter(f"--pages {count}: 1 to {_MOST_PAGES}")
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
-    if meeting is not None:
-        for name in wanted:
-            if name not in NETWORK_WAYS:
-                raise typer.BadParameter(f"--way {name}: between two hosts one of {', '.join(NETWORK_WAYS)}")
-        if memory and memory != ["host->host"]:
-            raise typer.BadParameter(f"--memory {memory[0]}: between two hosts host->host only")
+    if meeting is not None and memory and memory != ["host->host"]:
+        raise typer.BadParameter(f"--memory {memory[0]}: between two hosts host->host only")
     no_gpu = "between two hosts" if meeting is not None else _no_gpu()
     if no_gpu and any(pair != "host->host" for pair in memory or []):
         raise TransferError(f"--memory {', '.join(memory or [])}: {no_gpu}")
