@@ -34,7 +34,7 @@ def check_machine(config: LaunchConfig) -> None:
         )
     if config.engine == "embedded" or config.role != "single":
         _check_ucx(config)
-        _check_kv_host(config.kv_host)
+        _check_kv_host(config.kv_host, calls=config.engine == "vllm")
     if config.engine == "embedded":
         _check_memory(config, gpu_bytes)
 
@@ -80,7 +80,8 @@ def _check_ucx(config: LaunchConfig) -> None:
         raise ConfigError(f"{'--ucx' if config.ucx else 'KVRAIL_UCX'}: {error}") from None
 
 
-def _check_kv_host(host: str) -> None:
+def _check_kv_host(host: str, *, calls: bool) -> None:
+    """`calls`: prefill engines are called there by HTTP as well."""
     if host in (name for _, name in socket.if_nameindex()):
         try:
             ipv4_of(host)
@@ -103,6 +104,11 @@ def _check_kv_host(host: str) -> None:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
             interface = socket.if_indextoname(address[3]) if len(address) == 4 and address[3] else ""
+            if interface and calls:
+                raise ConfigError(
+                    f"--kv-host {host}: with --engine vllm prefill engines are called there by HTTP, which cannot say "
+                    "an address that needs an interface: give another address"
+                )
             if interface and not rdma_ports() and (fault := fault_for_ucx(interface)):
                 raise ConfigError(f"--kv-host {host}: {fault}")
             return
