@@ -23,6 +23,7 @@ from kvrail.frontend.bench_nixl import nixl_version
 from kvrail.frontend.bench_peer import Receiver
 from kvrail.frontend.bench_plot import plot
 from kvrail.frontend.bench_record import Record, bytes_text, record_table
+from kvrail.frontend.bench_socket import congestion_control
 from kvrail.frontend.bench_two_hosts import Rendezvous
 from kvrail.runtime.output_file import writable
 from kvrail.transfer.errors import TransferError
@@ -242,6 +243,10 @@ def _explain(console: Console, records: list[Record], wanted: tuple[str, ...], n
         console.print(
             "times are one way, by two clocks that were compared before each batch: right to within "
             f"{max(clocks):,.0f} us (half of a round trip)",
+            soft_wrap=True,
+        )
+        console.print(
+            f"congestion control of the sender's TCP connections: {congestion_control()}",
             soft_wrap=True,
         )
     over = "between the hosts" if clocks else "over loopback"

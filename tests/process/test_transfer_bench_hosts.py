@@ -97,7 +97,13 @@ def test_one_command_a_host_and_two_clocks(ranks: Ranks, tmp_path: Path) -> None
     records = json.loads(out.read_text())
     check_records(records, ways)
     assert {record["pace"] for record in records} == {"", "paused", "tight"}
-    for words in ("between two hosts", "put/tcp", "two clocks", "all pages arrived as they were sent"):
+    for words in (
+        "between two hosts",
+        "put/tcp",
+        "two clocks",
+        "congestion control",
+        "all pages arrived as they were sent",
+    ):
         assert words in said
 
 
