@@ -80,6 +80,7 @@ class Asked:
     pages: int
     asked: list[LinkKey]
     fallback: bool
+    calls: list[bytes] = field(default_factory=list)
     ticket: bytes = b""
     ahead: bytes = b""
     deferred: bytes = b""
@@ -245,6 +246,7 @@ class MovingWorld:
         if ahead and self._next_ticket:
             called, one.ahead = (self._next_ticket, self.now - (9 if late else 0)), self._next_ticket
             self._next_ticket = b""
+            one.calls.append(one.ahead)
         self._tell_rank(
             Submit(
                 request_id=one.id,
@@ -268,13 +270,10 @@ class MovingWorld:
                 self._tell_rank(Abort(request_id=one.id))
 
     def call_fails(self, pick: int) -> None:
-        """The prefill engine does not take the call."""
-        if one := _picked(
-            [one for one in self.requests.values() if one.open and (one.ticket or one.ahead)], pick
-        ):
-            self._tell_rank(
-                PrefillFailed(request_id=one.id, ticket=one.ticket or one.ahead, reason="HTTP 429")
-            )
+        """The prefill engine does not take a call; perhaps one that its request has left behind."""
+        if one := _picked([one for one in self.requests.values() if one.open and one.calls], pick):
+            ticket = _picked(one.calls, pick % 3)
+            self._tell_rank(PrefillFailed(request_id=one.id, ticket=ticket, reason="HTTP 429"))
 
     def answer(self, pick: int, which: int) -> None:
         """Who is asked next, if anybody."""
@@ -299,14 +298,17 @@ class MovingWorld:
                     for output in message.items:
                         self._output(self.requests[output.request_id], output)
                 case Failed():
-                    self._end(self.requests[message.request_id], "failed")
-                    assert not self.requests[message.request_id].fallback or message.status != 503, message
+                    one = self.requests[message.request_id]
+                    self._end(one, "failed")
+                    lacks_room = "no room" in message.reason
+                    assert not one.fallback or message.status != 503 or lacks_room, "it can be prefilled here"
                 case Granted():
                     one = self._not_over(message.request_id)
                     assert message.ticket != one.deferred, "nothing was to come of that call"
                     assert self._asks.setdefault(message.ticket, one) is one
                     self.seen["granted as called for"] += message.ticket == one.ahead
                     one.ticket, one.ahead = message.ticket, b""
+                    one.calls.append(message.ticket)
                     self._next_ticket = message.next_ticket or self._next_ticket
                 case Deferred():
                     one = self._not_over(message.request_id)
