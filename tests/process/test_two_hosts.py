@@ -53,8 +53,6 @@ def servers(
         lane,
         "--token-file",
         str(token),
-        "--verify-kv",
-        "1",
     ]
     for name in ("a", "b"):
         (folder / name).mkdir(mode=0o700)
