@@ -167,19 +167,8 @@ def _start(
     # Tens of GiB, as on a GPU by default, would take longer than the whole demo.
     pe = Launched("pe", pe_port, logs, "--device", devices.pe, "--hicache-size-gb", "1", *common, stays=keep)
     stack.callback(pe.stop)
-    ce = Launched(
-        "ce",
-        ce_port,
-        logs,
-        "--device",
-        devices.ce,
-        "--pe-url",
-        pe.url,
-        "--verify-kv",
-        "1",
-        *common,
-        stays=keep,
-    )
+    on_ce = ("--device", devices.ce, "--pe-url", pe.url, "--verify-kv", "1")
+    ce = Launched("ce", ce_port, logs, *on_ce, *common, stays=keep)
     stack.callback(ce.stop)
     # Both at the same time; the calls above only wait for them.
     stack.callback(pe.ask_to_stop)
