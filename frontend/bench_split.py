@@ -128,7 +128,9 @@ def main(
         float | None,
         typer.Option(min=0.001, help="GiB for pages where engines share (default: 16 on GPUs, 0.25 on CPUs)"),
     ] = None,
-    launch_flags: Annotated[str, typer.Option(help="further flags for every runtime launch")] = "",
+    launch_flags: Annotated[
+        str, typer.Option(help="further flags for every runtime launch, each for the roles that have it")
+    ] = "",
     pe_flags: Annotated[str, typer.Option(help="further flags for the PE")] = "",
     ce_flags: Annotated[str, typer.Option(help="further flags for the CE")] = "",
     vocab: Annotated[str, typer.Option(help="token ids are drawn from FIRST:END")] = "300:2000",

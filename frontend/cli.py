@@ -19,6 +19,7 @@ from rich.markup import escape
 from kvrail.runtime.config import LaunchConfig
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.output_file import writable
+from kvrail.runtime.role_settings import ROLES, roles_of
 
 __all__ = ["app", "main"]
 
@@ -57,6 +58,8 @@ def _launch_command() -> Callable[..., None]:
         if kind == tuple[str, ...]:
             kind, default = list[str], []
         text, metavar = field.metadata["help"], None
+        if (roles := roles_of(field.name)) != ROLES:
+            text = f"{', '.join(roles)}: {text}"
         if typing.get_origin(kind) is typing.Literal:
             # Not in the column of types: the widest would leave no room for the names of the flags.
             choices, metavar = typing.get_args(kind), "<choice>"

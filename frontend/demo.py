@@ -160,14 +160,15 @@ def _start(
 ) -> tuple[Launched, Launched]:
     """A PE and a CE on loopback; closing `stack` stops both, whatever happens, and so does our end unless `keep`."""
     pe_port, ce_port = free_port(8889), free_port(8888)
-    common = ["--model", str(model), "--dtype", dtype, "--verify-kv", "1", "--max-model-len", "2048"]
+    common = ["--model", str(model), "--dtype", dtype, "--max-model-len", "2048"]
     common += ["--served-model-name", MODEL_NAME, "--lane", lane, "--kv-memory-gb", "0.5"]
     # Our own questions whether it is ready would push all else out of the end of a log that we show.
     common += ["--access-log", "none"]
     # Tens of GiB, as on a GPU by default, would take longer than the whole demo.
     pe = Launched("pe", pe_port, logs, "--device", devices.pe, "--hicache-size-gb", "1", *common, stays=keep)
     stack.callback(pe.stop)
-    ce = Launched("ce", ce_port, logs, "--device", devices.ce, "--pe-url", pe.url, *common, stays=keep)
+    on_ce = ("--device", devices.ce, "--pe-url", pe.url, "--verify-kv", "1")
+    ce = Launched("ce", ce_port, logs, *on_ce, *common, stays=keep)
     stack.callback(ce.stop)
     # Both at the same time; the calls above only wait for them.
     stack.callback(pe.ask_to_stop)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from kvrail.runtime.config_checks import LANES, check_lane, check_ranges, is_base_url, is_http_url, is_origin
 from kvrail.runtime.errors import ConfigError
+from kvrail.runtime.role_settings import check_roles
 
 __all__ = [
     "Attention",
@@ -60,9 +61,9 @@ class LaunchConfig:
     kv_host: str = _setting("127.0.0.1", "address (or interface) that links and UCX listen on")
     kv_port: int | None = _setting(
         None,
-        "pe with --engine vllm: first port, one for links of each GPU and one for calls (default: any that are free)",
+        "with --engine vllm: first port, one for links of each GPU and one for calls (default: any that are free)",
     )
-    pe_url: tuple[str, ...] = _setting((), "ce: URL of a prefill engine; may be given several times")
+    pe_url: tuple[str, ...] = _setting((), "URL of a prefill engine; may be given several times")
     max_model_len: int | None = _setting(
         None, "longest prompt plus answer in tokens (default: the model's own)"
     )
@@ -112,7 +113,7 @@ class LaunchConfig:
     )
     routing: Literal["affinity", "least-loaded", "prefix"] = _setting(
         "affinity",
-        "how the ce picks ranks: one for each conversation, the idlest, or who has most of the prompt",
+        "how ranks are picked: one for each conversation, the idlest, or who has most of the prompt",
     )
     thinking_mode: Literal["chat", "thinking"] = _setting(
         "chat", "default of enable_thinking in the chat template"
@@ -150,9 +151,9 @@ class LaunchConfig:
     )
     require_lane: str | None = _setting(None, f"refuse links that do not get this lane ({LANES})")
     local_prefill: Literal["auto", "never", "always"] = _setting(
-        "auto", "ce: prefill here when no prefill engine can (auto), never, or always"
+        "auto", "prefill here when no prefill engine can (auto), never, or always"
     )
-    local_prefill_max_tokens: int = _setting(0, "ce: with auto, prompts up to this length are prefilled here")
+    local_prefill_max_tokens: int = _setting(0, "with auto, prompts up to this length are prefilled here")
     verify_kv: float = _setting(0.01, "share of requests whose pages are checked by checksum, 0 to 1")
     ticket_ttl_s: float = _setting(
         30.0, "seconds that a ticket lives without progress; more than the longest step of the model takes"
@@ -169,13 +170,11 @@ class LaunchConfig:
     ignore_unknown_fields: bool = _setting(
         False, "leave out fields of requests that are not known (logged once each) instead of refusing them"
     )
-    api_key_file: str | None = _setting(
-        None, "ce, single: file with API keys, one a line, for the OpenAI routes"
-    )
+    api_key_file: str | None = _setting(None, "file with API keys, one a line, for the OpenAI routes")
     ssl_certfile: str | None = _setting(None, "certificate chain (PEM): HTTP is served over TLS")
     ssl_keyfile: str | None = _setting(None, "private key (PEM) of --ssl-certfile")
     ssl_ca_certs: str | None = _setting(
-        None, "ce: certificates (PEM) that an https --pe-url must lead to (default: those of the system)"
+        None, "certificates (PEM) that an https --pe-url must lead to (default: those of the system)"
     )
     runtime_dir: str | None = _setting(
         None, "folder for sockets and the token (default: a private one per user)"
@@ -211,10 +210,10 @@ class LaunchConfig:
             self.engine == "vllm" or not self.vllm_args,
             f"{' '.join(self.vllm_args)}: arguments behind a -- are for --engine vllm",
         )
+        check_roles(self)
         _require(
-            self.kv_port is None
-            or (self.engine == "vllm" and self.role == "pe" and 0 < self.kv_port < 65536),
-            "--kv-port is for --role pe with --engine vllm: 1 to 65535",
+            self.kv_port is None or (self.engine == "vllm" and 0 < self.kv_port < 65536),
+            "--kv-port is for --engine vllm: 1 to 65535",
         )
         check_ranges(self)
         _require(0 <= self.resolved_port < 65536, f"--port {self.port}: 0 to 65535")
@@ -227,10 +226,6 @@ class LaunchConfig:
             )
         _require(
             self.kv_pages is None or self.kv_memory_gb is None, "give --kv-pages or --kv-memory-gb, not both"
-        )
-        _require(
-            self.role != "ce" or not self.hicache_size_gb,
-            "--hicache-size-gb is for --role pe and single: a ce keeps prefixes in its own page pool",
         )
         _require(
             self.otlp_endpoint is None or is_http_url(self.otlp_endpoint),
@@ -266,7 +261,6 @@ class LaunchConfig:
             f"--attention {self.attention}: must be auto or torch, or with --device cuda flashinfer",
         )
         check_lane(self.require_lane, self.lane, self.put_transport)
-        _require(self.role == "ce" or not self.pe_url, "--pe-url is for --role ce only")
         _require(
             self.role != "ce" or bool(self.pe_url) or self.local_prefill != "never",
             "--local-prefill never needs at least one --pe-url",
@@ -274,10 +268,6 @@ class LaunchConfig:
         _require(
             (self.ssl_certfile is None) == (self.ssl_keyfile is None),
             "--ssl-certfile and --ssl-keyfile go together",
-        )
-        _require(
-            self.role != "pe" or self.api_key_file is None,
-            "--api-key-file guards the OpenAI routes, which a pe has not: give it to the ce (a pe has a cluster token)",
         )
         for flag, host in (("--host", self.host), ("--kv-host", self.kv_host)):
             _require(

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from kvrail.runtime.messages import LinkReport, ToFront
+from kvrail.runtime.messages import LinkDropped, LinkReport, ToFront
 from kvrail.transfer.link_events import (
     LinkDown,
     LinkEvent,
@@ -46,7 +46,6 @@ class LinkBoard:
         # Stuck peers, with the step count at which they stood still.
         self._stuck: dict[LinkKey, int] = {}
         self._steps: dict[LinkKey, int] = {}
-        self._dropped: set[LinkKey] = set()
 
     @property
     def reports(self) -> Mapping[LinkKey, LinkReport]:
@@ -55,14 +54,13 @@ class LinkBoard:
 
     def connecting(self, key: LinkKey) -> None:
         """The front asked for this link; nothing is known yet."""
-        self._dropped.discard(key)
         self._report(key, "connecting")
 
     def drop(self, key: LinkKey) -> None:
-        """The front has forgotten this link: its end, still to come, is news for nobody."""
-        self._dropped.add(key)
+        """The front has forgotten this link: its end, if that is still to come, is news for nobody."""
         for table in (self._reports, self._counters, self._stuck, self._steps):
             table.pop(key, None)
+        self._send(LinkDropped(incarnation=key.incarnation, rank=key.rank))
 
     def count(self, key: LinkKey, **amounts: float) -> None:
         """Add to the counters of a link (pages, states, bytes, tickets, failures); not of one that is forgotten."""
@@ -81,8 +79,12 @@ class LinkBoard:
         return [key for key, report in self._reports.items() if report.state in ("up", "suspect")]
 
     def note(self, event: LinkEvent) -> None:
-        """Report what this event changes."""
-        if getattr(event, "key", None) in self._dropped:
+        """Report what this event changes.
+
+        A link that comes up, or is refused, is news whoever it is with. What else happens to one that is not known is
+        not: it was dropped, or has ended long ago.
+        """
+        if not isinstance(event, LinkUp | LinkRefusal) and event.key not in self._reports:
             return
         match event:
             case LinkUp(key, epoch, lane):

@@ -25,6 +25,7 @@ __all__ = [
     "Failed",
     "FlushCache",
     "Granted",
+    "LinkDropped",
     "LinkReport",
     "Move",
     "Output",
@@ -295,6 +296,13 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     rails: int = 1
 
 
+class LinkDropped(msgspec.Struct, frozen=True, kw_only=True, tag="link_dropped"):
+    """CE: `Disconnect` has been heard: what was reported of that link before is void, and no more will be."""
+
+    incarnation: bytes
+    rank: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and counters of a rank, sent a few times a second and when it goes idle. Names: doc/metrics.md."""
 
@@ -316,6 +324,7 @@ ToFront = (
     | PrefillDone
     | CacheFlushed
     | LinkReport
+    | LinkDropped
     | Stats
 )
 

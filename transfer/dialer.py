@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import selectors
@@ -57,8 +58,8 @@ class Dialer:
         self._selector = selector
         self._report = report
         self._wanted: dict[LinkKey, _Wanted] = {}
-        # Kept for the life of this process: an epoch is never used twice, not even after a disconnect.
-        self._epochs: dict[LinkKey, int] = {}
+        # Of all peers, so that no epoch is used twice, not even after a disconnect, and no peer need be remembered.
+        self._epochs = itertools.count(1)
 
     def want(self, peer: PeerLike) -> None:
         key = LinkKey(peer.incarnation, peer.rank)
@@ -169,7 +170,7 @@ class Dialer:
 
     def _handshake(self, key: LinkKey, talk: Talk, distance: str) -> Generator[Turn, Frame, object]:
         def make_offer() -> tuple[Offer, tuple[int, ...]]:
-            self._epochs[key] = epoch = self._epochs.get(key, 0) + 1
+            epoch = next(self._epochs)
             cookie = int.from_bytes(os.urandom(8), "little")
             talk.native = self._setup.reactor.open_link(epoch=epoch, cookie=cookie)
             if self._setup.options.lane in ("auto", "stream") and self._setup.pools.memory == "host":

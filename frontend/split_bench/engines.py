@@ -13,6 +13,7 @@ import httpx
 
 from kvrail.frontend.launched import Launched, free_port, undisturbed
 from kvrail.frontend.split_bench.places import Places, joined
+from kvrail.runtime.role_settings import flags_for
 
 __all__ = ["MODEL", "Engine", "Plan", "plans", "running"]
 
@@ -89,8 +90,8 @@ def running(
 ) -> Iterator[list[Engine]]:
     """Start all of `wanted` at once, wait until they are ready with every link up, and stop them on the way out.
 
-    `flags`: for every role; `pe_flags`, `ce_flags`: for that role; `prefill_flags`: for those that prefill (PE and
-    single). `say` is told how far they are. Raises LaunchFailed.
+    `flags`: each for the roles that have it; `pe_flags`, `ce_flags`: for that role; `prefill_flags`: for those that
+    prefill (PE and single). `say` is told how far they are. Raises LaunchFailed.
     """
     with contextlib.ExitStack() as stack:
         roles: list[Launched] = []
@@ -105,9 +106,9 @@ def running(
         stack.callback(stop)
 
         def launch(role: str, places: Places, *more: str) -> Launched:
-            common = (*places.flags, "--served-model-name", MODEL, "--access-log", "none", *flags)
+            common = ("--served-model-name", MODEL, "--access-log", "none", *flags_for(role, flags))
             with undisturbed():
-                roles.append(Launched(role, free_port(), logs, *common, *more))
+                roles.append(Launched(role, free_port(), logs, *places.flags, *common, *more))
             return roles[-1]
 
         engines = []

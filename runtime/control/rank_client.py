@@ -31,6 +31,7 @@ from kvrail.runtime.messages import (
     Failed,
     FlushCache,
     Granted,
+    LinkDropped,
     LinkReport,
     Move,
     Output,
@@ -356,6 +357,10 @@ class RankClient:
                 self.stats = message
             case LinkReport():
                 forget_ended(self.links, (message.incarnation, message.rank), message)
+                self._tell()
+            case LinkDropped():
+                # A report may have crossed our Disconnect.
+                self.links.pop((message.incarnation, message.rank), None)
                 self._tell()
             case Ready():
                 if self.ready is not None:

@@ -27,6 +27,7 @@ from kvrail.runtime.messages import (
     Disconnect,
     Failed,
     Granted,
+    LinkDropped,
     Prefill,
     PrefillDone,
     PrefillFailed,
@@ -392,6 +393,9 @@ def test_a_restarted_prefill_engine_is_another_peer(pair: Any) -> None:
         assert (gone.incarnation, gone.rank) == (old.incarnation, 0)
         connect = ce.rank.wait_for(Connect, 2)[1]
         assert connect.peer.incarnation == pe.rank.incarnation
+        # What it had said by then is void.
+        ce.rank.link(old)
+        ce.rank.send(LinkDropped(incarnation=old.incarnation, rank=0))
         ce.rank.link(pe.rank)
         wait_up(ce, pe)
         assert [one["peer"] for one in ce.client.get("/lanes").json()["links"]] == [pe.rank.incarnation.hex()]

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 WITHIN_S = 5.0
 # A prompt that is computed in one step of seconds, and the pool that holds it.
 LONGEST = 1700
-POOL = ("--kv-pages", "128", "--link-share", "0.9")
+POOL = ("--kv-pages", "128")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,8 @@ def start(folder: Path) -> Iterator[object]:
     with contextlib.ExitStack() as stack:
 
         def start(role: str, *flags: str, port: int | None = None) -> Server:
+            if role == "ce":
+                flags += ("--link-share", "0.9")
             server = Server(role, folder / "model", folder, *COMMON, *POOL, *flags, port=port)
             stack.enter_context(serving(server))
             return server

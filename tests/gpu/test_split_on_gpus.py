@@ -136,7 +136,7 @@ def test_a_ce_killed_in_the_middle_does_not_hurt_the_pe(
     """kill -9 of the whole CE while prompts are prefilled and pushed; another CE gets its pages from the same PE."""
     split = servers[1]["peer"]
     folder = split.pe.log.parent
-    common = ("--served-model-name", MODEL, "--dtype", "float32", "--verify-kv", "1", "--page-tokens", "16")
+    common = ("--served-model-name", MODEL, "--dtype", "float32", "--page-tokens", "16")
     flags = (*common, "--kv-pages", "1024", "--pe-url", split.pe.url, "--local-prefill", "never", *FLAGS)
     model = folder / "model"
     victim, other = (

@@ -32,7 +32,7 @@ PAGE_TOKENS = 16
 LONG = 480
 # What fits into the pool of `Breakable.small`.
 SMALL_LONGEST = 640
-COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--verify-kv", "1", "--log-level", "debug")
+COMMON = ("--dtype", "float32", "--page-tokens", str(PAGE_TOKENS), "--log-level", "debug")
 # Whatever a role holds for requests; all of it is 0 when none is there.
 _HELD = (
     "kvrail_pages_held",

@@ -80,6 +80,8 @@ class Server:
         if role == "pe" and "--hicache-size-gb" not in flags and "vllm" not in flags:
             # Tests start many: a cache of the usual size would be their largest part.
             command += ["--hicache-size-gb", "0.06"]
+        if role == "ce" and "--verify-kv" not in flags and "vllm" not in flags:
+            command += ["--verify-kv", "1"]
         command += ["--host", host, "--port", str(self.port), "--runtime-dir", str(folder / "run"), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

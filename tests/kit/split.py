@@ -15,7 +15,7 @@ __all__ = ["MODEL", "Split", "ask", "links", "start_single", "start_split", "wai
 
 # The name that every server of a test gives its model.
 MODEL = "tiny"
-_COMMON = ("--served-model-name", MODEL, "--dtype", "float32", "--verify-kv", "1", "--log-level", "info")
+_COMMON = ("--served-model-name", MODEL, "--dtype", "float32", "--log-level", "info")
 
 
 class Split(NamedTuple):

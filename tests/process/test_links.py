@@ -165,13 +165,13 @@ def test_pools_stay_while_a_live_writer_is_unproven(start: Start) -> None:
 def test_dead_peer_does_not_disturb_another(start: Start) -> None:
     pe, other, ce = start(True), start(True), start(False)
     connect(pe, ce)
-    connect(other, ce)
+    epoch = connect(other, ce)[0]["epoch"]
     pe.process.send_signal(signal.SIGSTOP)
     ce.wait("Suspect", key=pe.key)
     pe.kill()
     ce.wait("Proven", key=pe.key)
     other.ask("fill", page=0, value=9)
-    other.ask("push", key=ce.key, writer=1, epoch=1, source=[0], target=[8])
+    other.ask("push", key=ce.key, writer=1, epoch=epoch, source=[0], target=[8])
     ce.wait("Received", key=other.key, message="Doorbell")
     assert ce.ask("look", pages=[8]) == [[9]]
     ce.expect_none("Suspect", 0.5)

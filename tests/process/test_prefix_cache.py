@@ -193,8 +193,6 @@ def test_a_restarted_pe_has_nothing_and_the_ce_still_has_its_part(
             "float32",
             "--page-tokens",
             str(PAGE),
-            "--verify-kv",
-            "1",
         )
         again = Server("pe", cluster.model("llama"), folder, *flags, *PE_FLAGS, port=split.pe.port)
         with serving(again):

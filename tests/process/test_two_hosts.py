@@ -58,8 +58,6 @@ def servers(
         lane,
         "--token-file",
         str(token),
-        "--verify-kv",
-        "1",
     ]
     local = way != lane
     kv = (hosts.first_local, hosts.second_local) if local else (hosts.first_kv, hosts.second_kv)

@@ -33,8 +33,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--max-queue", {"max_queue": -1}),
     ("--local-prefill-max-tokens", {"local_prefill_max_tokens": -1}),
     ("--spin-us", {"spin_us": -1}),
-    ("--copy-threads", {"copy_threads": 0}),
-    ("--copy-threads", {"copy_threads": 65}),
+    ("--copy-threads must be", {"role": "pe", "copy_threads": 0}),
+    ("--copy-threads must be", {"role": "pe", "copy_threads": 65}),
     ("--verify-kv", {"verify_kv": math.nan}),
     ("--link-share", {"link_share": 0.0}),
     ("--heartbeat-s", {"heartbeat_s": math.inf}),
@@ -44,11 +44,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("--require-lane", {"require_lane": "rdma"}),
     ("--lane", {"require_lane": "shm", "lane": "put"}),
     ("--put-transport", {"require_lane": "put/tcp", "put_transport": "cma"}),
-    ("--pe-url", {"role": "ce", "pe_url": ("localhost:8889",)}),
-    ("--pe-url", {"role": "ce", "pe_url": ("http://",)}),
-    ("--pe-url", {"role": "ce", "pe_url": ("http://pe:port",)}),
-    ("--pe-url", {"pe_url": ("http://pe:1",)}),
-    ("--pe-url", {"role": "ce", "local_prefill": "never"}),
+    ("--pe-url", {"pe_url": ("localhost:8889",)}),
+    ("--pe-url", {"pe_url": ("http://",)}),
+    ("--pe-url", {"pe_url": ("http://pe:port",)}),
+    ("--pe-url", {"role": "single", "pe_url": ("http://pe:1",)}),
+    ("--pe-url", {"local_prefill": "never"}),
     ("--dtype", {"dtype": "int3"}),
     ("--host", {"host": "0.0.0.0"}),
     ("--kv-host", {"kv_host": "eth0"}),
@@ -58,7 +58,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("flag", "settings"), WRONG, ids=[str(settings) for _, settings in WRONG])
 def test_what_cannot_work_is_refused_by_name(flag: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=flag) as refusal:
-        LaunchConfig(**{"role": "single", "model": "m", **settings})
+        LaunchConfig(**{"role": "ce", "model": "m", **settings})
     assert "\n" not in str(refusal.value)
 
 
@@ -71,8 +71,9 @@ def test_what_can_work_is_taken() -> None:
         lane="put",
         require_lane="put/cma",
         put_transport="cma",
+        max_queue=0,
     )
-    LaunchConfig(role="pe", model="m", require_lane="put/rc_mlx5", max_queue=0)
+    LaunchConfig(role="pe", model="m", require_lane="put/rc_mlx5")
 
 
 @pytest.mark.parametrize("name", ["file/below", "x" * 100], ids=["no folder", "too long"])
