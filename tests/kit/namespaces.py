@@ -20,8 +20,8 @@ import pytest
 
 __all__ = ["Namespaces", "listening", "two_hosts"]
 
-# Neither is routed anywhere; test networks of RFC 2544.
-_KV, _FRONT = "198.18.77", "198.18.78"
+# Test networks of RFC 2544, routed nowhere; others for each process, since two runs may share a machine.
+_KV, _FRONT = f"198.18.{os.getpid() % 256}", f"198.19.{os.getpid() % 256}"
 
 
 class Namespaces(NamedTuple):
