@@ -17,8 +17,9 @@ from kvrail.frontend.bench_gpu_memory import GpuMemory, Kind, digest_of_sums
 from kvrail.frontend.bench_gpu_nccl import NcclWay
 from kvrail.frontend.bench_gpu_tcp import StagedTcp
 from kvrail.frontend.bench_nixl import NixlSender, nixl_version
+from kvrail.frontend.bench_peer import Receiver
 from kvrail.frontend.bench_rank import Indices
-from kvrail.frontend.bench_session import Receiver, Session
+from kvrail.frontend.bench_session import Session
 from kvrail.transfer.errors import TransferError
 
 __all__ = ["GpuSession", "kinds_of"]

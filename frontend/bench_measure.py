@@ -19,17 +19,21 @@ from pathlib import Path
 
 import numpy as np
 
+from kvrail.frontend.bench_lines import OtherGone
+from kvrail.frontend.bench_peer import LocalReceiver, Receiver
 from kvrail.frontend.bench_rank import OPTIONS
 from kvrail.frontend.bench_record import Record
-from kvrail.frontend.bench_session import HostSession, Receiver, Session
+from kvrail.frontend.bench_session import HostSession, Session
 from kvrail.runtime.config import child_environment
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.nccl_log import parse_log
 
-__all__ = ["GPU_WAYS", "HOST_WAYS", "LATENCY_PAGE", "PAIRS", "Plan", "measure"]
+__all__ = ["GPU_WAYS", "HOST_WAYS", "LATENCY_PAGE", "NETWORK_WAYS", "PAIRS", "Plan", "measure"]
 
 GPU_WAYS = ("peer/kernel", "peer/engine", "put/gpu", "nccl", "nixl", "tcp", "memcpy", "memcpy-batch")
-HOST_WAYS = (*OPTIONS, "socket", "memcpy", "nixl")
+HOST_WAYS = ("shm", "put/cma", "put/tcp", "stream", "socket", "memcpy", "nixl")
+# Between two hosts.
+NETWORK_WAYS = ("stream", "put", "socket", "nixl")
 _NATIVE_WAYS = (*OPTIONS, "peer/kernel", "peer/engine", "put/gpu")
 # These know no other manner of waiting.
 _POLLING_WAYS = ("nixl", "nccl")
@@ -137,6 +141,8 @@ class _Run:
                             time.sleep(_SPUN_OUT_S)
                             session.batch(way, number - 1, 1, rng)
                         us, verified = session.batch(way, number, pages, rng)
+                    except OtherGone:
+                        raise
                     except TransferError as error:
                         # Told as a failure of the run; the other ways go on.
                         self.failures.append(f"{memory} {way}, {page_bytes} x {pages}: {error}")
@@ -157,6 +163,7 @@ class _Run:
                     session.backing,
                     _threads(way, session, polling),
                     mode="awake" if spin_us else "asleep",
+                    clock_us=session.clock_us if session.far else None,
                 )
 
     def latency(self, memory: str) -> Iterator[Record]:
@@ -192,10 +199,13 @@ class _Run:
             transport = self._transport(way, session.facts[way])
             mode = "awake" if session.threads == "spin" else "asleep"
             shape = (LATENCY_PAGE, 1)
-            yield Record.of(way, transport, memory, shape, times, good, session.backing, threads, pace, mode)
+            clock_us = session.clock_us if session.far else None
+            yield Record.of(
+                way, transport, memory, shape, times, good, session.backing, threads, pace, mode, clock_us
+            )
 
     def _ways(self, memory: str) -> tuple[str, ...]:
-        there = HOST_WAYS if memory == "host->host" else GPU_WAYS
+        there = NETWORK_WAYS if self.receiver.far else HOST_WAYS if memory == "host->host" else GPU_WAYS
         return tuple(way for way in self.plan.ways if way in there)
 
     def _transport(self, way: str, facts: dict[str, str]) -> str:
@@ -216,17 +226,21 @@ def _threads(way: str, session: Session, polling: bool) -> str:
 
 
 def measure(
-    plan: Plan, say: Callable[[str], object] = print, failures: list[str] | None = None
+    plan: Plan,
+    say: Callable[[str], object] = print,
+    failures: list[str] | None = None,
+    far: Receiver | None = None,
 ) -> Iterator[Record]:
     """Every way at each (page bytes, pages), then, if wanted, the latency of one 64 KiB page.
 
-    A way that fails in the middle leaves the run, and a line in `failures`.
+    A way that fails in the middle leaves the run, and a line in `failures`. `far`: the receiver, on another host, which
+    ends with this (None: a process here). Raises OtherGone when the receiver has ended.
     """
     with tempfile.TemporaryDirectory(prefix="kvrail-bench-") as name:  # mode 0700
         folder = Path(name)
         environment = child_environment(NCCL_NVLS_ENABLE="0") | _NCCL_LOG
-        receiver = Receiver({**environment, "NCCL_DEBUG_FILE": str(folder / "nccl.%p")})
-        with contextlib.closing(receiver):
+        environment["NCCL_DEBUG_FILE"] = str(folder / "nccl.%p")
+        with contextlib.closing(far or LocalReceiver(environment)) as receiver:
             run = _Run(plan, say, folder, receiver, failures=[] if failures is None else failures)
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 run.nccl_port = probe.getsockname()[1]
@@ -241,3 +255,4 @@ def measure(
                 receiver.tell(do="leave")
                 leave_nccl()
                 receiver.answer()
+            receiver.say_all_is_measured()

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.runtime.config import environment, ucx_overrides
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.link_events import (
     LaneInfo,
+    LinkDown,
     LinkKey,
     LinkOptions,
     LinkRefusal,
@@ -44,6 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shm": {"lane": "shm"},
     "put/cma": {"lane": "put", "put_transport": "cma"},
     "put/tcp": {"lane": "put", "put_transport": "tcp"},
+    # By whichever way UCX picks: between two hosts.
+    "put": {"lane": "put"},
     "stream": {"lane": "stream"},
 }
 POISON = 0xA5
@@ -75,11 +79,14 @@ class Pages(Protocol):
 
 
 class Memory:
-    """The context and pools of one process, shared by all ways."""
+    """The context and pools of one process, shared by all ways. `host`: where it listens (as --kv-host)."""
 
-    def __init__(self, page_bytes: int, pages: int) -> None:
+    def __init__(self, page_bytes: int, pages: int, host: str) -> None:
+        self.host = host
         self.layout = layout_of(page_bytes)
-        self.context = open_context("auto", "127.0.0.1")
+        self.context = open_context(
+            "auto", host, library=environment("KVRAIL_UCX"), overrides=ucx_overrides()
+        )
         try:
             self.pools = Pools.allocate(self.context, pages=pages, page_bytes=page_bytes)
         except BaseException:
@@ -121,14 +128,16 @@ class Way(Protocol):
 class LinkWay:
     """Pages over a kvrail link; complete when the receiver's Python holds the doorbell."""
 
-    def __init__(self, memory: Memory, lane: str, folder: Path, *, accept: bool, spin_us: int) -> None:
+    def __init__(
+        self, memory: Memory, lane: str, folder: Path, token: bytes, *, accept: bool, spin_us: int
+    ) -> None:
         self._memory = memory
         self._reactor = open_reactor(memory.context, spin_us=spin_us, copy_threads=1)
-        options = LinkOptions(socket_dir=folder, heartbeat_s=1.0, **OPTIONS[lane])
+        options = LinkOptions(socket_dir=folder, kv_host=memory.host, heartbeat_s=1.0, **OPTIONS[lane])
         self._links = Links(
             reactor=self._reactor,
             identity=(np.random.bytes(16), 0),
-            token=b"transfer-bench on this host only",
+            token=token,
             layout=memory.layout,
             pools=memory.pools,
             options=options,
@@ -144,16 +153,16 @@ class LinkWay:
         self._epoch = 0
         self._writer: _ucx.Writer | None = None
 
-    @property
-    def address(self) -> list[Any]:
-        incarnation, *rest = self._links.address
-        return [incarnation.hex(), *rest]
+    def address(self, *, far: bool) -> list[Any]:
+        """For `dial`; from far away there is no Unix socket."""
+        address = self._links.address
+        return [address.incarnation.hex(), *address[1:4], "" if far else address.unix_path]
 
     def dial(self, address: list[Any]) -> None:
         self._links.connect(PeerAddress(bytes.fromhex(address[0]), *address[1:]))
 
     def turn(self, timeout_ms: int = 0) -> list[object]:
-        """Sleep until something happens, and take it. Notes the link's coming up or refusal."""
+        """Sleep until something happens, and take it. Notes the link's coming up or refusal; its end is an error."""
         self._poller.poll(timeout_ms)
         events: list[object] = list(self._links.poll(time.monotonic()))
         for event in events:
@@ -161,6 +170,8 @@ class LinkWay:
                 self.info, self._key, self._epoch = event.lane, event.key, event.epoch
             elif isinstance(event, LinkRefusal):
                 self.refusal = event.reason
+            elif isinstance(event, LinkDown):
+                raise TransferError(f"the link has ended: {event.reason}")
         return events
 
     @property

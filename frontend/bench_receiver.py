@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving process of transfer-bench. JSON lines on stdin and stdout: open, take a batch, close.
+"""The receiving process of transfer-bench: open, take a batch, close, as JSON lines on a socket tell.
 
-Started by frontend/bench_session.py, which gives it a pipe to pace the sender with; of no use alone.
+Of one host started by frontend/bench_peer.py, which gives it that socket; of no use alone. On another host it is rank 1
+of frontend/bench_two_hosts.py.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -18,27 +20,34 @@ from typing import Any
 
 import numpy as np
 
-from kvrail.frontend.bench_nixl import NixlReceiver
+from kvrail.frontend.bench_lines import Lines, OtherGone
+from kvrail.frontend.bench_nixl import NixlReceiver, nixl_version
 from kvrail.frontend.bench_rank import LinkWay, Memory, Pages, Way
 from kvrail.frontend.bench_socket import SocketWay
+from kvrail.transfer.interfaces import with_our_scope
 
-__all__ = ["main"]
+__all__ = ["main", "obey"]
 
 _UP_S = 20.0
+_DIAL_S = 10.0
 
 
 class _Receiver:
-    def __init__(self, tell: Callable[[dict[str, Any]], None], pace: int) -> None:
-        self._tell = tell
-        self._pace = pace
+    """`host`: where this side listens."""
+
+    def __init__(self, lines: Lines, host: str, folder: Path) -> None:
+        self._tell = lines.tell
+        self._host = host
+        self._folder = folder
         self._memory: Pages | None = None
         self._ways: dict[str, Way] = {}
 
     def open(self, command: dict[str, Any]) -> dict[str, Any]:
-        self._memory = memory = Memory(command["page_bytes"], command["pool_pages"])
+        self._memory = memory = Memory(command["page_bytes"], command["pool_pages"], self._host)
         opened: dict[str, Any] = {}
         for lane, address in command["links"].items():
-            way = LinkWay(memory, lane, Path(command["folder"]), accept=False, spin_us=command["spin_us"])
+            token = bytes.fromhex(command["token"])
+            way = LinkWay(memory, lane, self._folder, token, accept=False, spin_us=command["spin_us"])
             self._ways[lane] = way
             way.dial(address)
             # One after the other: the lane tests of several Links in one process would share the probe pool.
@@ -49,11 +58,19 @@ class _Receiver:
                 opened[lane] = {"transport": way.info.transport}
             else:
                 opened[lane] = {"error": way.refusal or "no answer"}
-        if command["socket_port"]:
-            sock = socket.create_connection(("127.0.0.1", command["socket_port"]))
-            self._ways["socket"] = SocketWay(memory.pool, sock)
-            opened["socket"] = {"transport": "tcp"}
-        if command["nixl"]:
+        if command["socket"]:
+            host, port = command["socket"]
+            try:
+                sock = socket.create_connection((with_our_scope(host, self._host), port), _DIAL_S)
+            except OSError as error:
+                opened["socket"] = {"error": f"cannot reach {host} port {port}: {error.strerror or error}"}
+            else:
+                sock.settimeout(None)
+                self._ways["socket"] = SocketWay(memory.pool, sock)
+                opened["socket"] = {"transport": "tcp"}
+        if command["nixl"] and nixl_version() is None:
+            opened["nixl"] = {"error": "not installed at the receiver"}
+        elif command["nixl"]:
             nixl = NixlReceiver(memory.pool)
             self._ways["nixl"] = nixl
             opened["nixl"] = {"transport": "ucx", "peer": nixl.card}
@@ -71,7 +88,7 @@ class _Receiver:
         assert self._memory is not None
         target = np.array(command["target"], dtype=np.uint32)
         self._memory.poison(target)
-        self._tell({"ready": True})
+        self._tell(ready=True)
         seen = self._ways[command["way"]].await_batch(command["number"], target)
         return {"seen": seen, "digest": self._memory.digest(target)}
 
@@ -81,11 +98,14 @@ class _Receiver:
         target = np.array(command["target"], dtype=np.uint32)
         self._memory.poison(target)
         way, seen = self._ways[command["way"]], []
-        self._tell({"ready": True})
+        self._tell(ready=True)
         for place in range(len(target)):
             seen.append(way.await_batch(command["number"] + place, target[place : place + 1]))
-            os.write(self._pace, b"n")
+            self._tell(next=True)
         return {"seen": seen, "digest": self._memory.digest(target)}
+
+    def clock(self, command: dict[str, Any]) -> dict[str, Any]:
+        return {"now": time.monotonic_ns()}
 
     def poll(self, command: dict[str, Any]) -> dict[str, Any]:
         """Whether Python waits for this way without sleeping."""
@@ -110,33 +130,46 @@ class _Receiver:
         return {}
 
 
+def obey(lines: Lines, host: str, *, far: bool) -> bool:
+    """Do what comes on `lines`; listen on `host`. Returns whether the sender has said that this was the end.
+
+    `far`: the sender is on another host, and what has to do with GPUs is not for it. Raises OtherGone.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvrail-bench-") as name:  # mode 0700
+        receiver = _Receiver(lines, host, Path(name))
+        acts: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "open": receiver.open,
+            "take": receiver.take,
+            "loop": receiver.loop,
+            "clock": receiver.clock,
+            "poll": receiver.poll,
+            "close": receiver.close,
+        }
+        if not far:
+            acts |= {"open_gpu": receiver.open_gpu, "leave": receiver.leave}
+        with contextlib.ExitStack() as stack:
+            stack.callback(receiver.close, {})
+            while (command := lines.hear()) is not None:
+                if command["do"] == "end":
+                    return True
+                try:
+                    answer = acts[command["do"]](command)
+                except Exception as error:
+                    if not far:
+                        traceback.print_exc()
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                lines.tell(**answer)
+    return False
+
+
 def main() -> None:
-    """Serve commands until stdin ends."""
-    # Libraries print what they like to stdout; the answers go where it was.
-    answers = os.fdopen(os.dup(1), "w")
+    """Obey until the socket, whose descriptor is the first argument, ends."""
+    # Libraries print what they like to stdout, which is the table's.
     os.dup2(2, 1)
-
-    def tell(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    receiver = _Receiver(tell, int(sys.argv[1]))
-    acts = {
-        "open": receiver.open,
-        "open_gpu": receiver.open_gpu,
-        "take": receiver.take,
-        "loop": receiver.loop,
-        "poll": receiver.poll,
-        "close": receiver.close,
-        "leave": receiver.leave,
-    }
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            tell(acts[command["do"]](command))
-        except Exception as error:
-            traceback.print_exc()
-            tell({"error": f"{type(error).__name__}: {error}"})
+    lines = Lines(socket.socket(fileno=int(sys.argv[1])), "the sending process")
+    # It may end whenever it likes.
+    with contextlib.closing(lines), contextlib.suppress(OtherGone):
+        obey(lines, "127.0.0.1", far=False)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class Record:
     both). `threads`, of this way when the batch came: "sleep": all threads slept; "spin": the progress threads of both
     sides spun, the receiver's Python slept; "poll": that spun, too (of a way without progress threads: both sides'
     Python). `pace`: "" for batches; of single pages "paused" (some ms between them) or "tight" (the next one as soon
-    as the last was seen).
+    as the last was seen). `clock_us`: between two hosts, how far a time may be wrong because there are two clocks.
     """
 
     lane: str
@@ -38,6 +38,7 @@ class Record:
     threads: str
     pace: str = ""
     mode: str = "asleep"
+    clock_us: float | None = None
 
     @staticmethod
     def of(
@@ -51,6 +52,7 @@ class Record:
         threads: str,
         pace: str = "",
         mode: str = "asleep",
+        clock_us: float | None = None,
     ) -> Record:
         """From the times of all rounds; `shape`: page bytes, pages."""
         page_bytes, pages = shape
@@ -71,6 +73,7 @@ class Record:
             threads=threads,
             pace=pace,
             mode=mode,
+            clock_us=None if clock_us is None else round(clock_us, 1),
         )
 
 
@@ -90,6 +93,8 @@ def record_table(records: Sequence[Record]) -> Table:
     Whether pages arrived as they were sent has a column only when some did not.
     """
     kinds = records[0].memory if records else ""
+    if any(record.clock_us is not None for record in records):
+        kinds += " between two hosts"
     table = Table(
         title=f"{kinds}: until the receiver's Python knows that all pages are there",
         box=None,

@@ -1,83 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending side of transfer-bench: the receiving process, and both processes' pools of one page size."""
+"""The sending side of transfer-bench: both processes' pools of one page size, and the batches between them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import select
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvrail.frontend.bench_lines import OtherGone
 from kvrail.frontend.bench_nixl import NixlSender, nixl_version
+from kvrail.frontend.bench_peer import Receiver
 from kvrail.frontend.bench_rank import OPTIONS, POISON, Indices, LinkWay, Memory, Way
 from kvrail.frontend.bench_socket import SocketWay
+from kvrail.transfer.control_socket import listen_tcp
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 
-__all__ = ["HostSession", "Receiver", "Session"]
+__all__ = ["HostSession", "Session"]
 
 # A receiver that waits for something has fallen asleep by then.
 _PAUSE_S = 0.002
-
-
-class Receiver:
-    """The other process. `environment`: of that process (None: ours)."""
-
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.pace, theirs = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvrail.frontend.bench_receiver", str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(theirs,),
-            env=environment,
-            # Ctrl-C is for us; the receiver ends when its commands do.
-            process_group=0,
-        )
-        os.close(theirs)
-        assert self._process.stdout is not None
-        self._out = self._process.stdout
-        self._left = b""
-
-    def tell(self, **command: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def has_answer(self) -> bool:
-        return b"\n" in self._left or bool(select.select([self._out], [], [], 0)[0])
-
-    def answer(self) -> dict[str, Any]:
-        """Sleeps until the next line comes."""
-        while b"\n" not in self._left:
-            data = os.read(self._out.fileno(), 1 << 20)
-            if not data:
-                raise TransferError("the receiving process has died")
-            self._left += data
-        line, _, self._left = self._left.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise TransferError(f"receiver: {found['error']}")
-        return found
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._out.close()
-        os.close(self.pace)
 
 
 class Session:
@@ -95,6 +40,16 @@ class Session:
     _ways: dict[str, Way]
 
     @property
+    def far(self) -> bool:
+        """Whether the receiver is on another host."""
+        return self._receiver.far
+
+    @property
+    def clock_us(self) -> float:
+        """How far a time may be wrong because two hosts have two clocks."""
+        return self._receiver.clock_us
+
+    @property
     def backing(self) -> str:
         """What the sender's pool is made of."""
         return str(self._pages.pool.backing)
@@ -106,6 +61,7 @@ class Session:
         if by_itself is not None:
             return by_itself
         expected = self._expected(source)
+        self._receiver.compare_clocks()
         self._receiver.tell(do="take", way=way, number=number, target=target.tolist())
         self._receiver.answer()
         time.sleep(_PAUSE_S)
@@ -119,12 +75,13 @@ class Session:
             raise
         came = self._receiver.answer()
         self._ways[way].settle()
-        return (came["seen"] - begun) / 1000, came["digest"] == expected
+        return (self._receiver.ours(came["seen"]) - begun) / 1000, came["digest"] == expected
 
     def tight(self, way: str, number: int, count: int, rng: np.random.Generator) -> tuple[list[float], bool]:
         """µs of `count` single pages, each sent as soon as the receiver has seen the one before."""
         source, target = self._draw(count, rng)
         expected = self._expected(source)
+        self._receiver.compare_clocks()
         self._receiver.tell(do="loop", way=way, number=number, target=target.tolist())
         self._receiver.answer()
         time.sleep(_PAUSE_S)
@@ -132,10 +89,12 @@ class Session:
         for place in range(len(target)):
             begun.append(time.monotonic_ns())
             self._ways[way].push(number + place, source[place : place + 1], target[place : place + 1])
-            os.read(self._receiver.pace, 1)
+            # That it has seen this one.
+            self._receiver.answer()
             self._ways[way].settle()
         came = self._receiver.answer()
-        times = [(seen - start) / 1000 for seen, start in zip(came["seen"], begun, strict=True)]
+        seen = map(self._receiver.ours, came["seen"])
+        times = [(end - start) / 1000 for end, start in zip(seen, begun, strict=True)]
         return times, came["digest"] == expected
 
     def poll(self, way: str, polling: bool) -> None:
@@ -179,7 +138,7 @@ class HostSession(Session):
         self.memory = "host->host"
         # Twice the batch, so that random pages are not simply all pages.
         pool_pages = max(2 * pages, 64)
-        self._pages = memory = Memory(page_bytes, pool_pages)
+        self._pages = memory = Memory(page_bytes, pool_pages, receiver.host)
         rng = np.random.default_rng(1)
         words = memory.rows.view(np.uint64)
         words[:] = rng.integers(0, 1 << 63, words.shape, dtype=np.uint64)
@@ -187,10 +146,13 @@ class HostSession(Session):
         self.facts = {}
         self.missing = {}
         links = {
-            way: LinkWay(memory, way, folder, accept=True, spin_us=spin_us) for way in ways if way in OPTIONS
+            way: LinkWay(memory, way, folder, receiver.token, accept=True, spin_us=spin_us)
+            for way in ways
+            if way in OPTIONS
         }
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port = listener.getsockname()[1] if "socket" in ways else 0
+        with contextlib.closing(listen_tcp(receiver.host)) as listener:
+            listener.setblocking(True)
+            address = listener.getsockname()[:2] if "socket" in ways else None
             nixl = "nixl" in ways and nixl_version() is not None
             receiver.tell(
                 do="open",
@@ -198,18 +160,19 @@ class HostSession(Session):
                 pool_pages=pool_pages,
                 spin_us=spin_us,
                 folder=str(folder),
-                links={lane: way.address for lane, way in links.items()},
-                socket_port=port,
+                token=receiver.token.hex(),
+                links={lane: way.address(far=receiver.far) for lane, way in links.items()},
+                socket=address,
                 nixl=nixl,
             )
             while not receiver.has_answer():
                 for link in links.values():
                     link.turn(1)
             opened = receiver.answer()["ways"]
-            if port:
+            if "socket" in opened and "error" not in opened["socket"]:
                 self._ways["socket"] = SocketWay(memory.pool, listener.accept()[0])
         self._ways.update(links)
-        if nixl:
+        if nixl and "error" not in opened["nixl"]:
             self._ways["nixl"] = NixlSender(memory.pool, opened["nixl"].pop("peer"))
         for way, fact in opened.items():
             if "error" in fact:
@@ -239,8 +202,9 @@ class HostSession(Session):
         return (ended - begun) / 1000, bool((out == rows[indices]).all())
 
     def close(self) -> None:
-        self._receiver.tell(do="close")
-        self._receiver.answer()
+        with contextlib.suppress(OtherGone):
+            self._receiver.tell(do="close")
+            self._receiver.answer()
         for way in self._ways.values():
             way.close()
         if self._copy is not None:

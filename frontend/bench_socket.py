@@ -21,7 +21,7 @@ from kvrail.frontend.bench_rank import Indices
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
 
-__all__ = ["SocketWay", "close_socket", "receive_exactly"]
+__all__ = ["SocketWay", "close_socket", "congestion_control", "receive_exactly"]
 
 _IOV_MAX = 1024
 _VECTOR = np.dtype([("base", np.uint64), ("length", np.uint64)])
@@ -122,3 +122,9 @@ def close_socket(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
+
+
+def congestion_control() -> str:
+    """What decides how fast a TCP connection of this host sends ("bbr", "cubic", …), unless it asks for another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()

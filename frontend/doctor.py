@@ -23,6 +23,7 @@ from kvrail.runtime.checkpoint import cache_dir
 from kvrail.runtime.config import environment, mps_sign, ucx_overrides
 from kvrail.transfer.cuda import open_device
 from kvrail.transfer.gpu import Gpu, offered
+from kvrail.transfer.interfaces import with_our_scope
 from kvrail.transfer.lanes import put_carrier, rails_for
 from kvrail.transfer.memory import HostPool
 from kvrail.transfer.stream_socket import dial_stream, listen_stream
@@ -110,7 +111,8 @@ def _loopback(lane: Literal["put", "stream"], put_transport: Any, kv_host: str, 
         theirs.connect(ours.address())
         if lane == "stream":
             secret, listening = os.urandom(32), listen_stream(kv_host)
-            connection = dial_stream(*listening.getsockname()[:2])
+            host, port = listening.getsockname()[:2]
+            connection = dial_stream(with_our_scope(host, kv_host), port)
             pools = [(0, target.address, _PUT_BYTES, _PUT_BYTES)]
             theirs.read_stream(listening.detach(), secret=secret, pools=pools)
             ours.write_stream(connection.detach(), secret=secret)

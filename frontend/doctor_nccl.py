@@ -25,6 +25,7 @@ from rich.table import Table
 from kvrail.frontend.refusing import refuse
 from kvrail.runtime.config import child_environment
 from kvrail.transfer.nccl_log import NcclFacts, parse_log
+from kvrail.transfer.rendezvous import rendezvous_address
 
 __all__ = ["examine_nccl", "nccl_unusable"]
 
@@ -130,8 +131,6 @@ def _outcome(folder: Path, rank: int, status: int) -> dict[str, Any]:
 
 def _wrong_address(rendezvous: str, rank: int | None) -> str:
     """What is wrong with the address where the ranks are to meet, as far as this host can tell; else ""."""
-    from kvrail.transfer.nccl_meeting import rendezvous_address
-
     try:
         host, port = rendezvous_address(rendezvous)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

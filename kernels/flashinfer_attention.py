@@ -85,9 +85,10 @@ class FlashInferAttention:
             )
         # All may use the same scratch space: they run one after the other.
         self.workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        # By turns. Of the two plans of a long chunk the second, for the last layer, reaches the device at the chunk's
-        # end: with one set the next chunk would wait for that before it can be planned, and the device for the host.
-        self._turns = itertools.cycle([_Wrappers(self._library, self.workspace) for _ in range(2)])
+        # By turns. The host queues a chunk while the device computes the one before, and of the two plans of a long
+        # chunk the second, for the last layer, reaches the device at the chunk's end. So the plans of two chunks are
+        # under way at once; with fewer sets the host would wait for the device, and then the device for the host.
+        self._turns = itertools.cycle([_Wrappers(self._library, self.workspace) for _ in range(4)])
         self.module: Any = None
 
     @property

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small arrays of one step on their way to a device: one pinned buffer, one asynchronous copy.
+"""The small arrays of one step on their way to a device and back: one pinned buffer, one asynchronous copy.
 
 A copy from ordinary memory makes CUDA wait for everything that is queued on the stream. One from pinned memory is
-queued like a kernel; torch keeps the buffer until the stream has passed the copy.
+queued like a kernel; torch keeps the buffer until the stream has passed the copy. A copy into ordinary memory is worse
+still: until it is done it holds a lock of the driver, and another thread can neither record an event nor ask for one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Staged", "stage", "upload"]
+__all__ = ["Staged", "fetch", "stage", "upload"]
 
 # Every array starts at a multiple of this, whatever its type.
 _ALIGNMENT = 16
@@ -45,6 +46,16 @@ def stage(device: torch.device, arrays: Sequence[np.ndarray[Any, Any]]) -> Stage
 def upload(device: torch.device, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
     """The device side of `stage`."""
     return stage(device, arrays).device
+
+
+def fetch(there: torch.Tensor) -> torch.Tensor:
+    """`there` on the host, when all that is queued on the current stream is done; other threads go on meanwhile."""
+    if there.device.type == "cpu":
+        return there
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+    here.copy_(there, non_blocking=True)
+    torch.cuda.current_stream(there.device).record_event().synchronize()
+    return here
 
 
 def _split(

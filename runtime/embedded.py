@@ -18,10 +18,11 @@ import torch
 
 from kvrail.runtime.batch import Batch
 from kvrail.runtime.device import Compute, out_of_memory
-from kvrail.runtime.engine_protocol import SequenceState, StepOutput
+from kvrail.runtime.engine_protocol import SequenceState, StepOutput, StepWatcher
 from kvrail.runtime.errors import BadRequest
 from kvrail.runtime.grammar import Grammars
 from kvrail.runtime.host_cache import HostPrefixCache
+from kvrail.runtime.layer_parts import Stored
 from kvrail.runtime.messages import CACHE_USED, CacheUse, Sampling
 from kvrail.runtime.model import PagedModel, pool_tensor, ring_tensor
 from kvrail.runtime.prefix_caches import PrefixCaches
@@ -95,8 +96,13 @@ class EmbeddedEngine:
         self._roster = Roster(pool, self._memory, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len)
         self._token_budget = max_num_batched_tokens
         self._grammars = grammars
+        self._watcher: StepWatcher | None = None
 
     # --- the engine protocol ------------------------------------------------------------------------------------
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Tell `watcher` of steps while they are queued."""
+        self._watcher = watcher
 
     def add(
         self,
@@ -246,6 +252,7 @@ class EmbeddedEngine:
         parts = [(self._roster[turn.sequence_id], turn.tokens) for turn in turns]
         batch = Batch(parts)
         before = [sequence.computed for sequence, _ in parts]
+        told: list[EngineSequence] = []
         try:
             with self._compute.queue() as number:
                 for sequence, _ in parts:
@@ -256,15 +263,17 @@ class EmbeddedEngine:
                     batch.slices,
                     batch.wanted,
                     self._memory.rings,
+                    self._stored(parts),
                 )
                 for sequence, count in parts:
                     sequence.computed += count
+                told = self._tell(parts)
                 drawn = batch.draw(logits)
                 noted = batch.prompt_logprobs(logits)
         except torch.OutOfMemoryError:
             for (sequence, _), computed in zip(parts, before, strict=True):
                 sequence.computed = computed
-            self._shrink(parts)
+            self._shrink(parts, told)
             return
         # Whatever came back was behind all of it.
         if noted or any(found for _, found in drawn):
@@ -285,18 +294,37 @@ class EmbeddedEngine:
             else:
                 self._roster.emit(sequence, found)
 
-    def _shrink(self, parts: list[tuple[EngineSequence, int]]) -> None:
+    def _stored(self, parts: list[tuple[EngineSequence, int]]) -> Stored | None:
+        ending = {s.sequence_id: count for s, count in parts if s.prefill_only and count == s.remaining}
+        if self._watcher is None or not ending:
+            return None
+        ends = self._watcher.step_begins(ending)
+        return Stored(ends, self._watcher.layers_queued) if ends else None
+
+    def _tell(self, parts: list[tuple[EngineSequence, int]]) -> list[EngineSequence]:
+        """Before anything waits for the step: what of it can be pushed. Returns whose."""
+        told = [sequence for sequence, _ in parts if sequence.prefill_only]
+        if self._watcher is None or not told:
+            return []
+        self._watcher.step_queued({sequence.sequence_id: sequence.computed for sequence in told})
+        return told
+
+    def _shrink(self, parts: list[tuple[EngineSequence, int]], told: list[EngineSequence]) -> None:
         """The device lacks memory for this batch: smaller ones from now on, or, where that is not it, fewer.
 
-        Nothing has been counted as computed, so the same tokens come again.
+        Nothing has been counted as computed, so the same tokens come again; but not those of which somebody was `told`:
+        they may not be written again.
         """
         torch.cuda.empty_cache()
         counts = [count for _, count in parts]
         remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
-        told = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        fault = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
+        failing = told
         if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
             self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
-            _log.error("%s (steps have at most %d tokens from now on)", told, self._token_budget)
+            _log.error("%s (steps have at most %d tokens from now on)", fault, self._token_budget)
         else:
-            _log.error("%s (the youngest sequence of the batch fails)", told)
-            self._roster.fail(parts[-1][0], told)
+            _log.error("%s (the youngest sequence of the batch fails)", fault)
+            failing = told or [parts[-1][0]]
+        for sequence in failing:
+            self._roster.fail(sequence, fault)

@@ -14,7 +14,7 @@ from kvrail.transfer.layout import PageLayout
 from kvrail.transfer.prefill_ticket import CachedPages
 from kvrail.transfer.wire import TokenLogprob
 
-__all__ = ["Engine", "SequenceState", "StepOutput"]
+__all__ = ["Engine", "SequenceState", "StepOutput", "StepWatcher"]
 
 
 class StepOutput(NamedTuple):
@@ -57,6 +57,31 @@ class SequenceState(NamedTuple):
     host_pages: CachedPages | None = None
 
 
+class StepWatcher(Protocol):
+    """Who wants to know, while a step is queued on a stream, what of the prefill-only prompts in it is.
+
+    Called by the engine inside `step`, on its thread: none of its methods may be called meanwhile but `sequence`.
+    """
+
+    def step_begins(self, ending: Mapping[str, int]) -> Sequence[int]:
+        """A step is going to be queued with which these prompts end: so many tokens of each are still to compute.
+
+        Returns after how many full layers `layers_queued` is to be called, rising.
+        """
+
+    def layers_queued(self, layers: int) -> None:
+        """All work so far stores KV of this step's tokens in the first `layers` full layers, which are not all.
+
+        Of a step that is one CUDA graph nothing is told.
+        """
+
+    def step_queued(self, computed: Mapping[str, int]) -> None:
+        """All that writes KV in this step is queued: so many tokens of these sequences will then be computed.
+
+        Its StepOutput follows, and takes nothing of that back but with "abort".
+        """
+
+
 class Engine(Protocol):
     """One model on one device, one thread. Page ownership goes through the PagePool given at construction."""
 
@@ -68,6 +93,9 @@ class Engine(Protocol):
     @property
     def stream(self) -> int | None:
         """Address of the CUDA stream on which KV is written; None when KV is there as soon as `step` returns."""
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """From now on `watcher` is told of steps; only to be called where there is a `stream`."""
 
     def add(
         self,

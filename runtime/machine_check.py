@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import ipaddress
 import socket
 
 from kvrail.runtime.config import LaunchConfig, environment
 from kvrail.runtime.errors import ConfigError
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.interfaces import fault_for_ucx, ipv4_of, rdma_ports
 from kvrail.transfer.memory import available_bytes, free_hugetlb_bytes
 from kvrail.transfer.ucx import find_library
 
@@ -32,7 +34,7 @@ def check_machine(config: LaunchConfig) -> None:
         )
     if config.engine == "embedded" or config.role != "single":
         _check_ucx(config)
-        _check_kv_host(config.kv_host)
+        _check_kv_host(config.kv_host, calls=config.engine == "vllm")
     if config.engine == "embedded":
         _check_memory(config, gpu_bytes)
 
@@ -78,8 +80,15 @@ def _check_ucx(config: LaunchConfig) -> None:
         raise ConfigError(f"{'--ucx' if config.ucx else 'KVRAIL_UCX'}: {error}") from None
 
 
-def _check_kv_host(host: str) -> None:
+def _check_kv_host(host: str, *, calls: bool) -> None:
+    """`calls`: prefill engines are called there by HTTP as well."""
     if host in (name for _, name in socket.if_nameindex()):
+        try:
+            ipv4_of(host)
+        except OSError:
+            raise ConfigError(
+                f"--kv-host {host}: this interface has no IPv4 address; give an address"
+            ) from None
         return
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -94,7 +103,19 @@ def _check_kv_host(host: str) -> None:
         # The kernel may lack a family of which a name has addresses, as IPv6.
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
+            interface = socket.if_indextoname(address[3]) if len(address) == 4 and address[3] else ""
+            if interface and calls:
+                raise ConfigError(
+                    f"--kv-host {host}: with --engine vllm prefill engines are called there by HTTP, which cannot say "
+                    "an address that needs an interface: give another address"
+                )
+            if interface and not rdma_ports() and (fault := fault_for_ucx(interface)):
+                raise ConfigError(f"--kv-host {host}: {fault}")
             return
+        if len(address) == 4 and not address[3] and ipaddress.IPv6Address(address[0]).is_link_local:
+            raise ConfigError(
+                f"--kv-host {host}: an IPv6 link-local address needs its interface: {host}%eth0, say"
+            )
     raise ConfigError(
         f"--kv-host {host}: no network interface of this machine has that address; give one of its own"
     )

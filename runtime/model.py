@@ -32,6 +32,7 @@ from kvrail.runtime.device import device_name, open_device, out_of_memory
 from kvrail.runtime.drawn_weights import drawn_model, drawn_seed
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.last_layer import Tail, read_rows, spare_last_layer
+from kvrail.runtime.layer_parts import Stored, StoredPlan
 from kvrail.runtime.step_graphs import StepGraphs
 from kvrail.transfer.layout import PageLayout
 
@@ -221,11 +222,13 @@ class PagedModel:
         slices: list[Slice],
         wanted: Sequence[int],
         rings: torch.Tensor | None = None,
+        stored: Stored | None = None,
     ) -> torch.Tensor:
         """Compute the new tokens of each slice into pages and rings; return logits [len(wanted), vocabulary], float32.
 
         tokens [T] in the order of the slices; `wanted` are indices into them. `rings`: see ring_tensor; needed by
-        models with sliding-window layers. The logits are good until the next call.
+        models with sliding-window layers. `stored` is told nothing of a step that is one CUDA graph. The logits are
+        good until the next call.
         """
         with torch.inference_mode():
             if self._graphs is not None and rings is None:
@@ -233,6 +236,8 @@ class PagedModel:
                 if logits is not None:
                     return logits
             plan = self._plan(pool, slices, self._activations, rings)
+            if stored is not None:
+                plan = StoredPlan(plan, stored)
             flat = tokens.astype(np.int64)
             read = read_rows(slices, wanted, single=self._ends_in_window, least=self._least_spared)
             if read is None:

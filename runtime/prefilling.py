@@ -8,11 +8,10 @@ and what those answer back to the ledger.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +21,8 @@ from kvrail.runtime.handing_over import hand_off_record
 from kvrail.runtime.host_cache import HostPrefixCache
 from kvrail.runtime.link_board import LinkBoard
 from kvrail.runtime.messages import Abort, Accepted, Prefill, PrefillDone, Stats, ToFront, ToRank
+from kvrail.runtime.page_pushes import PagePushes
 from kvrail.runtime.rank_stats import pool_gauges, rank_stats
-from kvrail.transfer.checksums import pack_checksums, page_checksums
 from kvrail.transfer.ledger_events import carry_out, tell_sender
 from kvrail.transfer.link_events import (
     LinkDown,
@@ -36,10 +35,8 @@ from kvrail.transfer.links import Links
 from kvrail.transfer.memory import Pools
 from kvrail.transfer.native_writers import NativeWriters
 from kvrail.transfer.pages import PagePool
-from kvrail.transfer.planner import Planner, count_runs
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.tickets import (
-    PAGE_POOL,
     AbortPrefill,
     DropWriter,
     PrefillEnded,
@@ -50,10 +47,7 @@ from kvrail.transfer.tickets import (
     SenderEffect,
     StartPrefill,
 )
-from kvrail.transfer.wire import Beat, Doorbell, encode, unpack_u32
-
-if TYPE_CHECKING:
-    from kvrail.transfer import _ucx
+from kvrail.transfer.wire import Beat, encode, unpack_u32
 
 __all__ = ["Prefilling"]
 
@@ -71,7 +65,7 @@ class _Call:
 
 
 class Prefilling:
-    """The role of a PE rank; implements rank.Role."""
+    """The role of a PE rank; implements rank.Role, and engine_protocol.StepWatcher for an engine on a GPU."""
 
     def __init__(
         self,
@@ -86,20 +80,24 @@ class Prefilling:
     ) -> None:
         self.engine = engine
         self._pool = pool
-        self._pools = pools
         self._links = links
         self._sender = sender
         self._send = send
         self._cache = cache
         self._board = LinkBoard(send)
         self._calls: dict[str, _Call] = {}
-        self._planners: dict[LinkKey, Planner] = {}
         self._writers = NativeWriters(links, sender)
         # When each writer's last push and its doorbell were handed over, which is when the prompt was computed.
         self._rings: dict[int, float] = {}
-        # Behind all of the model's work so far; one serves everything that a step has computed.
-        self._fence: _ucx.CudaFence | None = None
+        # What the ledger wants of the engine while that is within a step.
+        self._within_step = False
+        self._postponed: list[SenderEffect] = []
+        # When this turn's step began, at the latest, and how long the one before it took.
+        self._ticked = self._step_s = 0.0
         self._counters: Counter[str] = Counter()
+        self._pushes = PagePushes(engine, pools, cache, self._board, self._counters)
+        if engine.stream is not None:
+            engine.watch(self)
 
     # --- what comes in ----------------------------------------------------------------------------------------
 
@@ -135,9 +133,9 @@ class Prefilling:
         self._board.note(event)
         match event:
             case LinkUp(key, _, lane):
-                self._planners[key] = Planner.of(lane.probes)
+                self._pushes.link_up(key, lane.probes)
             case LinkDown(key):
-                self._planners.pop(key, None)
+                self._pushes.link_down(key)
             case WriterEvent(kind="rung", writer=writer, at=at) if writer in self._rings:
                 self._board.count(event.key, unhidden_seconds=max(0.0, at - self._rings.pop(writer)))
             case WriterEvent(kind="failed"):
@@ -148,9 +146,42 @@ class Prefilling:
         # At once: the next event may build on what this one has caused (a grant behind a link that came up).
         self._carry_out(now)
 
+    def step_begins(self, ending: Mapping[str, int]) -> Sequence[int]:
+        """See StepWatcher: the end of a prompt leaves in parts where pushing it takes long."""
+        parts, layers = 1, self.engine.layout.layers
+        for request_id, tokens in ending.items():
+            call = self._calls.get(request_id)
+            link = self._sender.link_of(call.call.ticket) if call is not None else None
+            if link is not None:
+                parts = max(parts, self._pushes.parts(LinkKey(*link), tokens))
+        return sorted({layers * part // parts for part in range(1, parts)} - {0})
+
+    def layers_queued(self, layers: int) -> None:
+        """See StepWatcher."""
+        self._pushes.layers_queued(layers)
+
+    def step_queued(self, computed: Mapping[str, int]) -> None:
+        """See StepWatcher: push what is going to be final, each part behind the work that makes it so."""
+        now = time.monotonic()
+        longest = 2 * max(now - self._ticked, self._step_s)
+        self._within_step = True
+        self._pushes.step_queued()
+        for request_id, tokens in computed.items():
+            call = self._calls.get(request_id)
+            # What may expire within the step is pushed when its renewals have been heard, behind it (rank.py).
+            if call is not None and self._sender.time_left(now, call.call.ticket) > longest:
+                self._push_computed(now, request_id, call.call.ticket, tokens)
+        self._carry_out(now)
+        self._within_step = False
+        self._pushes.step_over()
+
     def on_step(self, now: float, outputs: list[StepOutput]) -> None:
         """The model has run one step: push what became final, send first tokens ahead."""
-        self._fence = None
+        postponed, self._postponed = self._postponed, []
+        for effect in postponed:
+            self._do(now, effect)
+        self._pushes.step_over()
+        self._step_s = now - self._ticked
         for place, output in enumerate(outputs):
             call = self._calls.get(output.sequence_id)
             if call is None or output.choice:
@@ -171,20 +202,19 @@ class Prefilling:
                 self._carry_out(now)
                 if hand_off.ended:
                     continue
-            state = self.engine.sequence(output.sequence_id)
-            if state is not None:
-                self._sender.computed(
-                    now,
-                    ticket,
-                    output.computed,
-                    state.pages,
-                    state_slot=state.state_slot,
-                    cached=state.host_pages,
-                )
+            self._push_computed(now, output.sequence_id, ticket, output.computed)
         self._carry_out(now)
+
+    def _push_computed(self, now: float, request_id: str, ticket: bytes, tokens: int) -> None:
+        state = self.engine.sequence(request_id)
+        if state is not None:
+            self._sender.computed(
+                now, ticket, tokens, state.pages, state_slot=state.state_slot, cached=state.host_pages
+            )
 
     def tick(self, now: float) -> None:
         """Timers, and what the ledger wants done."""
+        self._ticked = now
         self._writers.look(now)
         self._sender.reap(now)
         self._carry_out(now)
@@ -195,6 +225,9 @@ class Prefilling:
         carry_out(self._sender, lambda effect: self._do(now, effect))
 
     def _do(self, now: float, effect: SenderEffect) -> None:
+        if self._within_step and isinstance(effect, StartPrefill | AbortPrefill | ReleaseSource):
+            self._postponed.append(effect)
+            return
         match effect:
             case Send(link, message):
                 self._links.send(LinkKey(*link), message)
@@ -204,14 +237,16 @@ class Prefilling:
                 self.engine.abort(request_id)
             case ReleaseSource(request_id):
                 self.engine.release(request_id)
-            case Push():
-                self._push(effect)
+            case Push(writer=writer):
+                native = self._writers.get(writer)
+                if native is not None:
+                    self._pushes.push(native, effect)
             case Ring(link, writer, bell, pages, state_slot):
                 native = self._writers.get(writer)
                 if native is None:
                     return
                 if pages is not None:
-                    bell = self._summed(bell, pages, state_slot)
+                    bell = self._pushes.summed(bell, pages, state_slot)
                 native.ring(encode(bell))
                 self._rings[writer] = now
                 self._board.count(LinkKey(*link), tickets=1)
@@ -221,62 +256,6 @@ class Prefilling:
                 if isinstance(effect, DropWriter):
                     self._rings.pop(effect.writer, None)
                 self._writers.do(now, effect)
-
-    def _push(self, push: Push) -> None:
-        writer = self._writers.get(push.writer)
-        if writer is None:
-            return
-        memory = self._pools.pages if push.pool == PAGE_POOL else self._pools.state
-        assert memory is not None
-        nbytes = len(push.target) * memory.unit_bytes
-        if push.cached:
-            way = self._push_cached(writer, push, memory.address, nbytes)
-        else:
-            # The copy waits on the GPU for the model's work, and this thread for neither.
-            way = self._push_own(writer, push, memory.address, nbytes, self._computed())
-        units = {"pages" if push.pool == PAGE_POOL else "states": len(push.target)}
-        by_way = {f"bytes_by_{way}": nbytes} if way else {}
-        self._board.count(LinkKey(*push.link), bytes=nbytes, **units, **by_way)
-
-    def _push_own(
-        self, writer: _ucx.Writer, push: Push, address: int, nbytes: int, after: _ucx.CudaFence | None
-    ) -> str:
-        """From our pools, behind `after`; returns the way that the bytes take, "" where there is one only."""
-        planner = self._planners.get(LinkKey(*push.link))
-        way = planner.choose(nbytes, count_runs(push.source, push.target)) if planner else None
-        writer.push(push.pool, address, push.source, push.target, after=after, way=way or "")
-        return way or ""
-
-    def _push_cached(self, writer: _ucx.Writer, push: Push, address: int, nbytes: int) -> str:
-        """What came from the host cache, while the rest of the prompt is computed: straight from there.
-
-        On a GPU from its pool, right behind the copy into it: a second trip over PCIe would slow down the first, which
-        the rest of the prompt waits for, and take longer than one between GPUs.
-        """
-        assert self._cache is not None
-        self._counters["pages_pushed_from_host"] += len(push.target)
-        if self._cache.in_stream_order:
-            return self._push_own(writer, push, address, nbytes, self._cache.behind_loads())
-        for span in self._cache.spans(push.source):
-            writer.push(push.pool, span.address, span.units, push.target[span.where])
-        return ""
-
-    def _computed(self) -> _ucx.CudaFence | None:
-        """What the GPU has to have done before pages of this step may be read; None on a CPU, where it is done."""
-        if self._fence is None:
-            self._fence = self._pools.fence(self.engine.stream)
-        return self._fence
-
-    def _summed(self, bell: Doorbell, pages: npt.NDArray[np.uint32], state_slot: int) -> Doorbell:
-        """The doorbell with the checksums of what was pushed. Waits for the model's work."""
-        after = self._computed()
-        sums = pack_checksums(page_checksums(self._pools.pages, pages, after))
-        bell = msgspec.structs.replace(bell, checksums=sums)
-        if state_slot >= 0 and self._pools.state is not None:
-            slot = np.array([state_slot], dtype=np.uint32)
-            state_sum = int(page_checksums(self._pools.state, slot, after)[0])
-            bell = msgspec.structs.replace(bell, state_checksum=state_sum)
-        return bell
 
     def _start(self, now: float, request_id: str, ticket: bytes, token_end: int) -> None:
         call = self._calls[request_id]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvrail.kernels.upload import upload
+from kvrail.kernels.upload import fetch, upload
 from kvrail.runtime.processors import Row, process
 from kvrail.transfer.wire import TokenLogprob
 
@@ -53,7 +53,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
     # What is no number is the highest of its row, unless a mask has hidden it.
     sound_there = possible_there if wanted is logits else torch.isfinite(logits.amax(dim=-1))
     # One transfer: from a GPU each of them is a wait.
-    sound, possible, chosen = torch.stack((sound_there, possible_there, tokens)).tolist()
+    sound, possible, chosen = fetch(torch.stack((sound_there, possible_there, tokens))).tolist()
     noted = [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]
     logprobs: dict[int, TokenLogprob] = {}
     if noted:
@@ -74,9 +74,9 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLo
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """Log-probability of one token in each row of logits [n, vocabulary], and the row's `counts` likeliest."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    own = logprobs.gather(1, _there(tokens, logits)[:, None])[:, 0].tolist()
+    own = fetch(logprobs.gather(1, _there(tokens, logits)[:, None])[:, 0]).tolist()
     top = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    likeliest = zip(fetch(top.indices).tolist(), fetch(top.values).tolist(), strict=True)
     return [
         TokenLogprob(logprob=logprob, top=list(zip(ids[:count], values[:count], strict=True)))
         for logprob, count, (ids, values) in zip(own, counts, likeliest, strict=True)
@@ -131,7 +131,7 @@ def _likeliest(weights: torch.Tensor, limits: list[int], shares: torch.Tensor) -
         values = values.masked_fill(torch.arange(head, device=weights.device) >= limit, 0.0)
         cumulative = values.cumsum(dim=-1)
         total = torch.where(whole, weights.cumsum(dim=-1)[:, -1:], cumulative[:, -1:])
-        if head == vocabulary or not bool((whole & (cumulative[:, -1:] < shares * total)).any()):
+        if head == vocabulary or not bool(fetch((whole & (cumulative[:, -1:] < shares * total)).any())):
             break
         head = vocabulary
     kept = torch.minimum(torch.searchsorted(cumulative, shares * total) + 1, limit.clamp(max=head))

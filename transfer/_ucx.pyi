@@ -334,8 +334,11 @@ class Writer:
         after: CudaFence | None = None,
         way: Literal["", "kernel", "engine", "shm", "stream", "put"] = "",
         rail: int = 0,
+        part: tuple[int, int] | None = None,
     ) -> None:
         """Copy units of `unit_bytes` from `source` (address of unit 0) to the peer's pool. Coalesces runs.
+
+        `part`: (offset, bytes) of each unit to copy, and nothing else of it; units count once for each such push.
 
         Bounds are checked before anything is written, in a list of more than 32768 units for each so many.
 

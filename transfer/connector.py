@@ -104,6 +104,11 @@ class Talk:
         self.listening: socket.socket | None = None
         self.made: Callable[[], NewLink | None] | None = None
 
+    @property
+    def silent(self) -> bool:
+        """Whether it is under way, and the peer has said nothing yet."""
+        return not self._over and not self._conversation.heard
+
     def begin(self, generator: Generator[Turn | None, Frame, object], now: float, deadline: float) -> None:
         self._conversation: Conversation[object] = Conversation(self.stream, generator, deadline)
         self._selector.register(self._fd, self._mask(), self.advance)

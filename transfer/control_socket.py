@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvrail.transfer.errors import LinkLost, LinkRefused, TransferError
+from kvrail.transfer.interfaces import ipv4_of
 from kvrail.transfer.memory import SEALS
 
 __all__ = [
@@ -44,7 +45,6 @@ FIRST_LIMIT = 4096
 FRAME_LIMIT = 1 << 20
 _MAX_FDS = 8
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module.
-_SIOCGIFADDR = 0x8915
 _LENGTH = struct.Struct("<I")
 _BACKLOG = 64
 
@@ -196,9 +196,7 @@ def _address_of(host: str) -> str:
     """The IPv4 address of the interface `host`, or `host` when no interface has that name."""
     if host not in (name for _, name in socket.if_nameindex()):
         return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("40s", host.encode())
-        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])
+    return ipv4_of(host)
 
 
 def listen_unix(path: Path) -> socket.socket:

@@ -28,6 +28,8 @@ class Conversation(Generic[_R]):
     ) -> None:
         self.stream = stream
         self.deadline = deadline
+        # Whether the peer has said anything yet.
+        self.heard = False
         self._generator = generator
         self._started = False
         self._done = False
@@ -44,6 +46,7 @@ class Conversation(Generic[_R]):
                 frame = self.stream.receive()
                 if frame is None:
                     break
+                self.heard = True
                 self._step(frame)
             if self._done and not self.stream.wants_write:
                 return self._result

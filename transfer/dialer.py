@@ -19,6 +19,7 @@ from kvrail.transfer.connector import AnyPool, LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import ControlStream, Frame, PeerBusy, PeerProcess
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Offer, PoolOffer, Turn, WrongPeer
+from kvrail.transfer.interfaces import with_our_scope
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerLike
 from kvrail.transfer.memory import HostPool
 from kvrail.transfer.stream_socket import listen_stream
@@ -138,7 +139,8 @@ class Dialer:
                     distance = str(error)
                 else:
                     return stream, process, process.reason
-        return control_socket.dial_tcp(wanted.peer.host, wanted.peer.port), None, distance
+        host = with_our_scope(wanted.peer.host, self._setup.options.kv_host)
+        return control_socket.dial_tcp(host, wanted.peer.port), None, distance
 
     def _ended(self, wanted: _Wanted, outcome: NewLink | TransferError | None, now: float) -> None:
         process = wanted.talk.process if wanted.talk is not None else None

@@ -17,6 +17,7 @@ from kvrail.transfer.connector import LinkSetup, NewLink, Talk
 from kvrail.transfer.control_socket import Frame
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.handshake import Introduction, Turn
+from kvrail.transfer.interfaces import with_our_scope
 from kvrail.transfer.link_events import LinkKey, LinkRefusal, PeerAddress
 
 __all__ = ["Introductions"]
@@ -94,7 +95,7 @@ class Introductions:
         place.attempts = min(place.attempts + 1, 16)
         place.due_at = now + longest * random.uniform(0.5, 1.0)
         try:
-            stream = control_socket.dial_tcp(place.host, place.port)
+            stream = control_socket.dial_tcp(with_our_scope(place.host, options.kv_host), place.port)
         except TransferError as error:
             self._tell(place, str(error), now)
             return

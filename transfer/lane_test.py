@@ -25,6 +25,7 @@ from kvrail.transfer.device_pool import DevicePool
 from kvrail.transfer.errors import LaneUnavailable, TransferError
 from kvrail.transfer.gpu import Offered, shortfall
 from kvrail.transfer.handshake import Offer, PoolOffer
+from kvrail.transfer.interfaces import with_our_scope
 from kvrail.transfer.lanes import (
     RIVALS,
     Plan,
@@ -120,6 +121,7 @@ def lane_test(
     hardware: Offered | None = None,
     rails: int = 0,
     secret: bytes = b"",
+    kv_host: str = "127.0.0.1",
 ) -> Generator[None, News, LaneInfo]:
     """Try the plan's lanes in order; returns the first that works and is allowed, and of rivals (`lanes.RIVALS`) the
     faster. Raises LaneUnavailable with why (LaneUnwanted: the last one worked, and is not allowed).
@@ -127,7 +129,7 @@ def lane_test(
     `pool`: our probe pool; `source_unit`: our slice of it. Imports all pools of the offer for the lane it returns.
     `hardware`: what lies between the two memories, when that is known: a lane far under it is called slow. `rails`: how
     many threads are to put on lane put, if its transport gains by several (0: as many as pay). `secret`: with which the
-    CE lets us in on lane stream.
+    CE lets us in on lane stream, dialed from `kv_host`.
     """
     why = [plan.reason] if plan.reason else []
     kind = LaneUnavailable
@@ -137,7 +139,7 @@ def lane_test(
     for lane in plan.lanes:
         try:
             if lane == "stream":
-                _join_stream(link, offer, secret)
+                _join_stream(link, offer, secret, kv_host)
             found.append(
                 (yield from _try_lane(test, lane, plan, wishes, fds, source_unit, why, rails, rivals))
             )
@@ -208,12 +210,13 @@ def _try_lane(
     return dataclasses.replace(info, probes=tuple(probes))
 
 
-def _join_stream(link: _ucx.Link, offer: Offer, secret: bytes) -> None:
+def _join_stream(link: _ucx.Link, offer: Offer, secret: bytes, kv_host: str) -> None:
     """Connect to where the CE listens for lane stream."""
     if offer.stream is None:
         raise LaneUnavailable("the completion engine does not listen for it")
+    host, port = offer.stream
     with _native_errors():
-        link.write_stream(dial_stream(*offer.stream).detach(), secret=secret)
+        link.write_stream(dial_stream(with_our_scope(host, kv_host), port).detach(), secret=secret)
 
 
 def _working_ways(

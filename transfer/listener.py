@@ -21,8 +21,10 @@ __all__ = ["Listener"]
 
 # Of a CUDA IPC handle.
 _HANDLE_BYTES = 64
-# Strangers that may be in a handshake at once; more are turned away at the door.
+# Strangers that may be in a handshake at once; more are turned away at the door, unless one of these has said nothing
+# for a moment: a crowd that is silent must not keep everybody out for a whole handshake's time.
 _MAX_STRANGERS = 64
+_MOMENT_S = 1.0
 
 
 class Listener:
@@ -41,7 +43,8 @@ class Listener:
         self._local_failed: dict[LinkKey, str] = {}
         # A CE that is refused comes again and again: the same reason is told once.
         self._told: dict[LinkKey, str] = {}
-        self._talks: set[Talk] = set()
+        # When each began, the oldest first.
+        self._talks: dict[Talk, float] = {}
         name = f"link-{setup.me.incarnation.hex()[:12]}-{setup.me.rank}.sock"
         self._path = setup.options.socket_dir / name
         self._sockets = [control_socket.listen_tcp(setup.options.kv_host, setup.options.kv_port)]
@@ -80,13 +83,32 @@ class Listener:
         return lambda now: self._accept(listener, now)
 
     def _accept(self, listener: socket.socket, now: float) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # It hung up before we answered.
-        if len(self._talks) >= _MAX_STRANGERS:
-            sock.close()
-            return
+        # All who wait, as this comes between two steps of a model; at most so many, as others wait for those.
+        for _ in range(_MAX_STRANGERS):
+            try:
+                sock, _ = listener.accept()
+            except ConnectionAbortedError:
+                continue  # It hung up before we answered.
+            except OSError:
+                return
+            if len(self._talks) < _MAX_STRANGERS or self._make_room(now):
+                self._hear_out(sock, now)
+            else:
+                sock.close()
+
+    def _make_room(self, now: float) -> bool:
+        """Send the oldest away who has said nothing, if he had his moment. Returns whether there is room."""
+        for talk in [talk for talk, begun in self._talks.items() if talk.silent and begun + _MOMENT_S <= now]:
+            # He may have spoken while we were busy.
+            talk.advance(now)
+            if talk.silent:
+                talk.drop()
+                self._talks.pop(talk, None)
+            if len(self._talks) < _MAX_STRANGERS:
+                return True
+        return False
+
+    def _hear_out(self, sock: socket.socket, now: float) -> None:
         process: PeerProcess | None = None
         try:
             if sock.family == socket.AF_UNIX:
@@ -98,11 +120,11 @@ class Listener:
             self._report(LinkRefusal(None, str(error)), now)
             return
         talk = Talk(self._selector, ControlStream(sock), process, self._ended)
-        self._talks.add(talk)
+        self._talks[talk] = now
         talk.begin(self._handshake(talk), now, now + self._setup.options.handshake_s)
 
     def _ended(self, talk: Talk, outcome: NewLink | TransferError | None, now: float) -> None:
-        self._talks.discard(talk)
+        self._talks.pop(talk, None)
         if outcome is None:  # It only asked who is here.
             talk.close()
             return

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from kvrail.transfer.errors import TransferError
-from kvrail.transfer.nccl_meeting import meet, rendezvous_address
+from kvrail.transfer.nccl_meeting import meet
+from kvrail.transfer.rendezvous import rendezvous_address
 
 __all__ = ["main", "page_operations"]
 

@@ -8,6 +8,7 @@ byte adds. No size is written down anywhere: on another link, or another machine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import NamedTuple
@@ -23,6 +24,11 @@ __all__ = ["Cost", "Planner", "count_runs"]
 _GENTLE: tuple[Way, ...] = ("engine", "put", "stream", "shm", "kernel")
 # Predictions that differ by less say the same: medians of a few probes scatter by as much.
 _SCATTER = 1.1
+# What a copy that begins beside the model's computing costs that, however short it is: 0.7 to 1 ms over NVLink, between
+# two H200 at their power limit (doc/numbers.md).
+_BURST_S = 1e-3
+# Smaller pieces of a page take longer to copy than they save.
+_MOST_PARTS = 8
 
 
 class Cost(NamedTuple):
@@ -87,6 +93,14 @@ class Planner:
         seconds = {way: cost.seconds(nbytes, runs) for way, cost in self.costs.items()}
         enough = min(seconds.values()) * _SCATTER
         return next(way for way, found in seconds.items() if found <= enough)
+
+    def parts(self, nbytes: int) -> int:
+        """In how many parts a batch that becomes ready bit by bit should leave, so that little is left to wait for.
+
+        n parts leave 1/n of it to the end, and disturb what makes them ready n times.
+        """
+        seconds = min((cost.seconds(nbytes, 1) for cost in self.costs.values()), default=0.0)
+        return max(1, min(_MOST_PARTS, math.isqrt(int(seconds / _BURST_S))))
 
     @property
     def gb_per_s(self) -> float:

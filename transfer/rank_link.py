@@ -60,6 +60,7 @@ class RankLink:
                 # UCX needs its CUDA context on every thread that it runs on; only the progress thread has it.
                 1 if setup.gpu is not None else setup.options.rails,
                 new.secret,
+                setup.options.kv_host,
             )
 
     def begin(self, new: NewLink, heartbeat_s: float) -> None:

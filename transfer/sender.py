@@ -281,6 +281,16 @@ class Sender:
             else:
                 self._endings.fail(now, ticket, _TOO_LATE.get(ticket.state, _NOT_RENEWED), 504)
 
+    def link_of(self, ticket_id: bytes) -> LinkKey | None:
+        """Where the pages of an open ticket go to, once that is known."""
+        ticket = self._tickets.get(ticket_id)
+        return None if ticket is None else ticket.link
+
+    def time_left(self, now: float, ticket_id: bytes) -> float:
+        """How many seconds a ticket lives, unless it is renewed; 0 for one that is over."""
+        ticket = self._tickets.get(ticket_id)
+        return 0.0 if ticket is None else max(0.0, ticket.deadline - now)
+
     def next_deadline(self) -> float | None:
         """When `reap` has something to do next."""
         return min((ticket.deadline for ticket in self._tickets.values()), default=None)

@@ -15,12 +15,15 @@ __all__ = ["dial_stream", "listen_stream"]
 
 # As UCX is told to (ucx.context_settings): a cut cable is noticed within seconds.
 _TIMEOUT_MS = 3000
+# The kernel keeps a crowd waiting, and not the writer, who would have to knock again a second later.
+_BACKLOG = 512
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
 def listen_stream(host: str) -> socket.socket:
     """Listen on a free port of exactly `host`, for one writer. Raises TransferError."""
     sock = control_socket.listen_tcp(host)
+    sock.listen(_BACKLOG)
     # What is accepted inherits this.
     _tune(sock)
     return sock

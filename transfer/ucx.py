@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kvrail.transfer.errors import TransferError
+from kvrail.transfer.interfaces import fault_for_ucx, interface_of, rdma_ports
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,27 +223,8 @@ def _loaded_choice() -> str | None:
 
 
 def _devices(kv_host: str, *, rdma: bool) -> list[str]:
-    from kvrail.transfer import _ucx
-
-    interfaces = _ucx.interfaces()
-    if any(name == kv_host for name, _ in interfaces):
-        name = kv_host
-    else:
-        name = _interface_of(kv_host, {address.split("%")[0]: name for name, address in interfaces})
-    if name == "lo" or not rdma:
-        return [name]
-    ports = Path("/sys/class/infiniband").glob("*/ports/*")
-    return [name, *sorted(f"{port.parent.parent.name}:{port.name}" for port in ports)]
-
-
-def _interface_of(host: str, by_address: dict[str, str]) -> str:
-    try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise TransferError(f"--kv-host {host}: {error}") from error
-    for address in sorted(addresses):
-        if address.startswith("127."):
-            return "lo"
-        if address in by_address:
-            return by_address[address]
-    raise TransferError(f"--kv-host {host}: no network interface of this machine has that address")
+    name = interface_of(kv_host)
+    ports = rdma_ports() if rdma and name != "lo" else []
+    if not ports and (fault := fault_for_ucx(name)):
+        raise TransferError(f"--kv-host {kv_host}: {fault}")
+    return [name, *ports]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvrail.runtime.config import mps_sign
-from kvrail.runtime.cuda_memory import gpu_facts
 from kvrail.runtime.errors import ConfigError
 from kvrail.runtime.vllm.settings import Settings
 from kvrail.transfer.cuda import open_device
@@ -26,6 +25,9 @@ def cuda_of(device: torch.device, settings: Settings) -> tuple[_ucx.CudaDevice |
         return None, None
     if device.type != "cuda":
         raise ConfigError(f"KvrailConnector moves KV of CPUs and CUDA GPUs, not of {device.type}")
+    # Imported here, as in stream_of: it brings torch, without which everything else of a worker loads in a moment.
+    from kvrail.runtime.cuda_memory import gpu_facts
+
     cuda = open_device(device.index or 0, None, library=settings.ucx)
     return cuda, gpu_facts(cuda, mps_sign())
 

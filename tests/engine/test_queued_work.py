@@ -61,10 +61,10 @@ def _late(rig: Any) -> LateCompute:
         last_work.update(dict.fromkeys(rig.pool.pages_of(owner), compute._issued + 1))
         rename(owner, new_owner)
 
-    def noted_forward(pool: Any, tokens: Any, slices: Any, wanted: Any, rings: Any = None) -> Any:
+    def noted_forward(pool: Any, tokens: Any, slices: Any, wanted: Any, rings: Any, stored: Any) -> Any:
         for part in slices:
             last_work.update(dict.fromkeys(part.pages, compute._issued))
-        return forward(pool, tokens, slices, wanted, rings)
+        return forward(pool, tokens, slices, wanted, rings, stored)
 
     rig.pool.release, rig.pool.allocate, rig.pool.rename = checked_release, noted_allocate, noted_rename
     # The model is shared with other tests.

@@ -22,6 +22,7 @@ import pytest
 from kit.asking import Asking, ask, make_prompt
 from kit.breakable import COMMON, wait_idle
 from kit.cluster import Server, serving, wait_until
+from kit.shm import segments
 from kit.slow_model import write_slow_model
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -63,7 +64,7 @@ class Traces:
         assert len(self.pids) >= 2, "a front and a rank"
         self.folders = list((server.log.parent / "run").glob(f"{server.role}-{server.process.pid}-*.run"))
         assert self.folders
-        self._shm = {path.name for path in Path("/dev/shm").iterdir() if _owned_by(path, self.pids)}
+        self._shm = set[str]().union(*map(segments, self.pids))
 
     def alive(self) -> list[int]:
         found = []
@@ -83,15 +84,6 @@ class Traces:
         assert not [row for row in segments if int(row[4]) in self.pids], "SysV segments are left"
         with socket.create_server(("127.0.0.1", self.server.port)):
             pass
-
-
-def _owned_by(path: Path, pids: list[int]) -> bool:
-    """Whether one of these processes has the file mapped or open."""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if str(path) in Path(f"/proc/{pid}/maps").read_text():
-                return True
-    return False
 
 
 def test_ce_before_pe_then_orderly_stops(start, folder: Path) -> None:  # type: ignore[no-untyped-def]

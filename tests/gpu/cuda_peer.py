@@ -130,11 +130,19 @@ class Server:
     def messages(self, count: int) -> list[str]:
         return [message.hex() for message in self.peer.messages(count)]
 
-    def wrong_words(self, seed: int, source: list[int], target: list[int], pages: int) -> int:
-        """How many 64-bit words of the pool differ from: poison, but for the pages that were pushed."""
+    def wrong_words(
+        self,
+        seed: int,
+        source: list[int],
+        target: list[int],
+        pages: int,
+        words: tuple[int, int] | None = None,
+    ) -> int:
+        """How many 64-bit words of the pool differ from: poison, but for the pages, or `words` of them, pushed."""
         want = np.full((self.peer.pool.units, self.peer.pool.unit_bytes // 8), 2**64 - 1, np.uint64)
         if source:
-            want[target] = content(seed, pages, self.peer.pool.unit_bytes)[source]
+            some = slice(*(words or (0, None)))
+            want[target, some] = content(seed, pages, self.peer.pool.unit_bytes)[source, some]
         return int((self.peer.words() != want).sum())
 
     def bells(self, count: int) -> list[int]:

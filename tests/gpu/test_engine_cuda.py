@@ -170,6 +170,50 @@ def test_queued_chunks_compute_the_same(models, prompt, slow_stream) -> None:
         rig.assert_idle()
 
 
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+def test_layers_that_are_told_of_stand_behind_the_work_so_far(models, prompt, attention) -> None:
+    """What a copy behind that work takes along is what the pages hold in the end; the step waits for none of it."""
+    dtype = "float32" if attention == "torch" else "bfloat16"
+    rig = models.rig(
+        "smollm3", dtype=dtype, attention=attention, pages=64, max_num_batched_tokens=600, prefix_cache=False
+    )
+    rig.generate([prompt(600, 1)], greedy(2))
+    side, taken, begin = torch.cuda.Stream(), [], [0]
+    stream = torch.cuda.ExternalStream(rig.engine.stream)
+
+    class Watcher:
+        def step_begins(self, ending: Any) -> list[int]:
+            assert ending == {"pushed": 600}
+            return list(range(1, rig.model.layout.layers))
+
+        def layers_queued(self, layers: int) -> None:
+            side.wait_event(stream.record_event())
+            with torch.cuda.stream(side):
+                taken.append((begin[0], layers, rig.tensor[:, begin[0] : layers].clone()))
+            begin[0] = layers
+
+        def step_queued(self, computed: Any) -> None:
+            assert not stream.query(), "the host waited for the step"
+            self.layers_queued(rig.model.layout.layers)
+            begin[0] = 0
+
+    rig.engine.watch(Watcher())
+    rig.engine.add("pushed", prompt(600, 2), greedy(2), prefill_only=True)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+    rig.drain()
+    torch.cuda.synchronize()
+    layers = rig.model.layout.layers
+    assert [(first, last) for first, last, _ in taken] == [(n, n + 1) for n in range(layers)]
+    pages = rig.engine.sequence("pushed").pages[: 600 // rig.model.layout.page_tokens]
+    for first, last, then in taken:
+        assert torch.equal(then[pages], rig.tensor[pages, first:last])
+        assert then[pages].any()
+    taken.clear()
+    rig.engine.release("pushed")
+    rig.assert_idle()
+
+
 def test_out_of_memory_in_a_step_shrinks_it(models, prompt, caplog) -> None:
     rig = models.rig(pages=96, max_num_batched_tokens=600, prefix_cache=False)
     one = prompt(500, 4)

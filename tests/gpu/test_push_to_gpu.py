@@ -59,6 +59,33 @@ def test_scattered_pages_land_and_no_other_byte(
     assert here.take(EventKind.QUIET)[0][2:4] == (7, 0)
 
 
+@pytest.mark.parametrize("way", ["kernel", "engine", "put"])
+@pytest.mark.parametrize(("pages", "page_bytes"), [(400, 4096), (24, 6 << 20)])
+def test_parts_of_pages_land_and_no_other_byte(
+    make_gpu_pair: Make, way: str, pages: int, page_bytes: int
+) -> None:
+    """As layers of pages do, one after the other; units that are neighbours on both sides among them."""
+    here, remote = make_gpu_pair(1, pages=pages, page_bytes=page_bytes)
+    here.fill(11)
+    units = indices(range(1, pages - 1))
+    first, cut, end = 16, page_bytes // 64 * 16, page_bytes - 32
+    writer = here.link.writer(7, ttl_s=30.0)
+    for part in ((first, cut - first), (cut, end - cut)):
+        writer.push(POOL, here.pool.address, units, units + np.uint32(1), way=way, part=part)
+    writer.ring(b"bell")
+    assert remote.do("messages", count=1) == [b"bell".hex()]
+    words = (first // 8, end // 8)
+    lists = {"source": units.tolist(), "target": (units + 1).tolist()}
+    assert remote.do("wrong_words", seed=11, pages=pages, words=words, **lists) == 0
+    assert (writer.posted, writer.done, writer.failed) == (2 * len(units), 2 * len(units), 0)
+    for part, reason in (((page_bytes - 16, 32), b"outside a unit"), ((8, 16), b"not aligned")):
+        other = here.link.writer(8, ttl_s=30.0)
+        other.push(POOL, here.pool.address, units, units, way="kernel", part=part)
+        _kind, _, _, status, text = here.take(EventKind.FAILED)[0]
+        assert status == INVALID_ADDRESS
+        assert reason in text
+
+
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("way", GPU_WAYS)
 def test_pinned_host_pages_go_straight_to_the_gpu(make_gpu_pair: Make, way: str, device: int) -> None:

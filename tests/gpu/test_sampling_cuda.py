@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,3 +172,38 @@ def test_what_is_cut_leaves_nothing(models: CudaModels) -> None:
     found, _ = run(rig)
     assert tokens + found.get(("stays", 0), []) == models.expected(prompt(40, 9), 40)
     rig.assert_idle()
+
+
+def test_while_a_token_is_waited_for_other_threads_use_the_device() -> None:
+    """The pages of the step are pushed meanwhile: what waits must not hold the driver's lock."""
+    if not torch.cuda.is_available():
+        pytest.skip(f"no CUDA device (torch {torch.__version__})")
+    logits = torch.randn(1, VOCABULARY, device="cuda")
+    asked = [Row(Sampling(max_tokens=2, seed=1, temperature=0.9, top_p=0.9, logprobs=2), 3)]
+    sample(logits, asked)
+    looks: list[float] = []
+    stop = threading.Event()
+
+    def beside() -> None:
+        stream = torch.cuda.Stream()
+        while not stop.is_set():
+            event = stream.record_event()
+            while not event.query():
+                pass
+            looks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    while not looks:
+        time.sleep(0.01)
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    began = time.monotonic()
+    sample(logits, asked)
+    ended = time.monotonic()
+    stop.set()
+    thread.join()
+    times = [began, *(look for look in looks if began < look < ended), ended]
+    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
+    assert ended - began > 0.2
+    assert longest < 0.1, f"for {longest:.2f} s of {ended - began:.2f} nobody else could look at an event"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kit.cluster import Server, serving, wait_until
-from kit.split import Split, start_single, start_split, wait_for_links
+from kit.split import Split, ask, start_single, start_split, wait_for_links
 from kit.tiny_checkpoint import tiny_checkpoint
 
 pytestmark = [
@@ -32,7 +32,9 @@ PROMPTS = 20
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Split]]:
     pytest.importorskip("flashinfer")
     folder = tmp_path_factory.mktemp("bf16")
-    model = tiny_checkpoint(folder / "model", "llama", hidden_size=256, head_dim=64)
+    model = tiny_checkpoint(
+        folder / "model", "llama", hidden_size=256, head_dim=64, max_position_embeddings=4096
+    )
     with ExitStack() as stack:
         single = start_single(model, folder, "--device", "cuda:0", *FLAGS)
         on_pe, on_ce = ("--device", "cuda:0"), ("--device", CE_DEVICE)
@@ -69,5 +71,23 @@ def test_in_batches_pages_are_equal_and_only_near_ties_differ(servers: tuple[Ser
     assert all(gap < 0.5 for gap in gaps), gaps
     assert split.ce.metric("kvrail_checksum_mismatches_total") == 0
     assert split.ce.metric("kvrail_pages_verified_total") >= PROMPTS
+    for server in (split.pe, split.ce):
+        wait_until(lambda s=server: s.metric("kvrail_pages_held") == 0, 10, "nothing is held", server)  # type: ignore[misc]
+
+
+def test_long_prompts_decode_alike(servers: tuple[Server, Split]) -> None:
+    """In one chunk or two; their pages are queued for the link before the chunk is computed."""
+    single, split = servers
+    for length in (1500, 2048, 3500):
+        prompt = [300 + (37 * i * i + length) % 1700 for i in range(length)]
+        one, two = (
+            ask(server.url, prompt=prompt, max_tokens=16, ignore_eos=True) for server in (single, split.ce)
+        )
+        assert two.headers["x-kvrail-prefill"] == "remote"
+        assert one.json()["choices"][0]["text"] == two.json()["choices"][0]["text"]
+    assert split.ce.metric("kvrail_checksum_mismatches_total") == 0
+    pages, nbytes = (split.pe.metric(f"kvrail_link_{name}_total") for name in ("pages", "bytes"))
+    assert nbytes / pages == 2 * 2 * 16 * 2 * 64 * 2, "each page counts once, whole"
+    assert nbytes == sum(split.pe.metric(f"kvrail_link_bytes_by_{way}_total") for way in ("kernel", "engine"))
     for server in (split.pe, split.ce):
         wait_until(lambda s=server: s.metric("kvrail_pages_held") == 0, 10, "nothing is held", server)  # type: ignore[misc]

@@ -20,18 +20,20 @@ import pytest
 
 __all__ = ["Namespaces", "listening", "two_hosts"]
 
-# Neither is routed anywhere; test networks of RFC 2544.
-_KV, _FRONT = "198.18.77", "198.18.78"
+# Test networks of RFC 2544, routed nowhere; others for each process, since two runs may share a machine.
+_KV, _FRONT = f"198.18.{os.getpid() % 256}", f"198.19.{os.getpid() % 256}"
 
 
 class Namespaces(NamedTuple):
-    """Names and addresses. `front`: where the second host answers the tests."""
+    """Names and addresses. `front`: where the second host answers the tests. `*_local`: of the same wire as `*_kv`."""
 
     first: str
     second: str
     first_kv: str = f"{_KV}.1"
     second_kv: str = f"{_KV}.2"
     front: str = f"{_FRONT}.2"
+    first_local: str = "fe80::77:1%kv0"
+    second_local: str = "fe80::77:2%kv0"
 
     def inside(self, name: str, hidden: Path) -> list[str]:
         """The words that run a command in a namespace where the folder `hidden` is empty."""
@@ -58,6 +60,8 @@ def two_hosts() -> Iterator[Namespaces]:
         (names.second, inner, names.front),
     ):
         steps += [f"ip -n {name} addr add {address}/24 dev {device}", f"ip -n {name} link set {device} up"]
+    for name, local in ((names.first, names.first_local), (names.second, names.second_local)):
+        steps += [f"ip -n {name} -6 addr add {local.partition('%')[0]}/64 dev kv0 nodad"]
     steps += [f"ip -n {name} link set lo up" for name in (names.first, names.second)]
     try:
         for step in steps:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit.flood import flooding
+from kit.remote import Remote
 from kvrail.transfer.errors import UcxFailed
 from kvrail.transfer.stream_socket import dial_stream
 from kvrail.transfer.ucx import EventKind
@@ -169,6 +171,73 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(reader: Reader) -> None:
     good = reader.dial(reader.secret + frame((0, PAGE)))
     assert struct.unpack("<Q", good.recv(8)) == (1,)
     assert all(map(closed, crowd))
+
+
+@pytest.mark.parametrize("count", [100, 400])
+def test_a_flood_pushes_nobody_out_who_speaks_within_a_moment(reader: Reader, count: int) -> None:
+    """Strangers before and behind the writer, from another process, in the milliseconds before he says the secret."""
+    with flooding(count, "at", *reader.address) as flood:
+        assert flood.stdout is not None
+        assert flood.stdout.readline().startswith("flood")
+        good = reader.dial(reader.secret[:5])
+        assert flood.stdout.readline().startswith("done")
+        begun = time.monotonic()
+        time.sleep(0.1)
+        good.sendall(reader.secret[5:] + frame((0, PAGE)))
+        assert struct.unpack("<Q", good.recv(8)) == (1,)
+        # The crowd that came first, a hundred in each moment of 0.2 s.
+        assert time.monotonic() - begun < 3
+
+
+def test_behind_a_flood_the_writer_gets_in_within_a_bounded_time(reader: Reader) -> None:
+    with flooding(400, "at", *reader.address) as flood:
+        assert flood.stdout is not None
+        assert [flood.stdout.readline().split()[0] for _ in range(2)] == ["flood", "done"]
+        begun = time.monotonic()
+        good = reader.dial(reader.secret + frame((0, PAGE)))
+        assert struct.unpack("<Q", good.recv(8)) == (1,)
+        assert time.monotonic() - begun < 3
+
+
+def test_a_real_writer_comes_in_and_pushes_amid_floods(peers: Any) -> None:
+    """It dials in the middle of one; the next comes while its pages do."""
+    with ExitStack() as stack:
+        remote = Remote(Path(peers.__file__))
+        stack.callback(remote.end)
+        theirs = remote.do("open", transport="tcp")
+        here = peers.Peer("tcp", reads=True)
+        stack.callback(here.close)
+        card, address = here.card(), here.listening.getsockname()
+        here.join(theirs)
+        remote.do("fill", word=7)
+        flood = stack.enter_context(flooding(400, "at", *address))
+        assert flood.stdout is not None
+        assert flood.stdout.readline().startswith("flood")
+        begun = time.monotonic()
+        remote.do("join", card=card)
+        remote.do("push", lane=STREAM, pages=list(range(len(here.data))), key=1, times=2000)
+        while not here.reactor.stats()["stream_frames_received"]:
+            assert time.monotonic() - begun < 5
+            time.sleep(0.001)
+        again = stack.enter_context(flooding(400, "at", *address))
+        assert again.stdout is not None
+        assert [again.stdout.readline().split()[0] for _ in range(2)] == ["flood", "done"]
+        while here.reactor.stats()["stream_frames_received"] < 2000:
+            assert time.monotonic() - begun < 30
+            time.sleep(0.01)
+        assert (here.data == 7).all()
+        assert here.none(EventKind.LINK_ERROR, 0.05)
+
+
+def test_a_crowd_takes_a_bounded_number_of_descriptors(reader: Reader) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with flooding(400, "at", *reader.address) as flood:
+        assert flood.stdout is not None
+        most = 0
+        for _ in range(50):
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+            time.sleep(0.01)
+        assert 100 < most < 150
 
 
 def test_when_the_writer_is_in_nobody_is_listening(reader: Reader) -> None:

@@ -134,6 +134,48 @@ def test_an_index_outside_is_refused_before_anything_is_written(
     assert not there.data.any()
 
 
+@pytest.mark.parametrize("page_bytes", [16384, (2 << 20) + 4096])
+@pytest.mark.parametrize(("transport", "lane"), LANES)
+def test_parts_of_units_land_and_nothing_beside_them(
+    make_pair: Make, transport: str, lane: int, page_bytes: int
+) -> None:
+    """Also where a part is longer than a slice, and where units are neighbours on both sides: parts are none."""
+    here, there = make_pair(transport, pages=12, page_bytes=page_bytes)
+    numbered(here)
+    source, target = [3, 4, 5, 11, 0], [7, 8, 9, 1, 2]
+    cut, end = page_bytes // 32 * 24, page_bytes - 16
+    writer = here.link.writer(1, ttl_s=30.0)
+    writer.push(lane, here.base, indices(source), indices(target), part=(0, cut))
+    writer.push(lane, here.base, indices(source[1:]), indices(target[1:]), part=(cut, end - cut))
+    writer.ring(b"")
+    there.messages()
+    words = cut // 8, end // 8
+    expected = np.zeros_like(there.data)
+    expected[target, : words[0]] = here.data[source, : words[0]]
+    expected[target[1:], words[0] : words[1]] = here.data[source[1:], words[0] : words[1]]
+    assert (there.data == expected).all()
+    assert (writer.posted, writer.done, writer.failed) == (9, 9, 0)
+
+
+@pytest.mark.parametrize("lane", [PUT, SHM, STREAM])
+@pytest.mark.parametrize("part", [(0, 16385), (16384, 1), (16383, 2), (2**64 - 8, 16)], ids=str)
+def test_a_part_that_reaches_out_of_its_unit_is_refused(
+    make_pair: Make, lane: int, part: tuple[int, int]
+) -> None:
+    here, there = make_pair("cma", pages=4, page_bytes=16384)
+    numbered(here)
+    writer = here.link.writer(3, ttl_s=30.0)
+    with pytest.raises(ValueError, match="bytes"):
+        writer.push(lane, here.base, indices([0]), indices([1]), part=(0, 0))
+    writer.push(lane, here.base, indices([0]), indices([1]), part=part)
+    writer.ring(b"never")
+    _kind, _, key, status, reason = here.take(EventKind.FAILED)[0]
+    assert (key, status) == (3, INVALID_ADDRESS)
+    assert b"outside a unit" in reason
+    assert there.none(EventKind.MESSAGE, 0.05)
+    assert not there.data.any()
+
+
 @pytest.mark.parametrize("lane", [PUT, SHM, STREAM])
 def test_long_lists_go_in_pieces_to_the_last_unit(make_pair: Make, lane: int) -> None:
     units = 2 * 32768 + 5

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -78,31 +80,55 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
 MODULES = sorted({module for module, _, _ in WRONG})
 
 
-def ran(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", f"kvrail.{module}", *arguments],
+# A module as a program, several times over: what takes the time is to load it.
+_ALL = """
+import contextlib, io, json, runpy, sys
+
+module, *cases = json.loads(sys.argv[1])
+found = []
+for arguments in cases:
+    sys.argv = [module, *arguments]
+    said, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(f"kvrail.{module}", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    found.append([status, said.getvalue()])
+print(json.dumps(found))
+"""
+
+
+@functools.cache
+def answers(module: str) -> dict[tuple[str, ...], tuple[int, str]]:
+    """Status and words for each of the module's cases, and for --help, by its arguments."""
+    cases = [("--help",), *(arguments for name, arguments, _ in WRONG if name == module)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ALL, json.dumps([module, *cases])],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "COLUMNS": "200"},
         check=False,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(zip(cases, map(tuple, json.loads(done.stdout)), strict=True))
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "said"), WRONG, ids=[f"{m} {' '.join(a[-2:])}" for m, a, _ in WRONG]
 )
 def test_what_cannot_work_is_refused(module: str, arguments: tuple[str, ...], said: str) -> None:
-    done = ran(module, *arguments)
+    status, text = answers(module)[arguments]
     # Boxes of rich wrap lines, and put bars at their ends.
-    text = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert done.returncode == 2, text
+    text = " ".join(text.replace("│", " ").split())
+    assert status == 2, text
     assert said in text
     assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_help_needs_nothing(module: str) -> None:
-    done = ran(module, "--help")
-    assert done.returncode == 0
-    assert "--" in done.stdout
+    status, text = answers(module)[("--help",)]
+    assert status == 0
+    assert "--" in text

@@ -272,12 +272,32 @@ def test_compiled_attention_that_is_not_installed(monkeypatch: pytest.MonkeyPatc
         ({"token_file": "t", "kv_host": "no..host"}, "--kv-host no..host: "),
         ({"token_file": "t", "kv_host": "0.0.0.0"}, "--kv-host 0.0.0.0: no network interface"),
         ({"token_file": "t", "kv_host": "::"}, "--kv-host ::: no network interface"),
+        (
+            {"token_file": "t", "kv_host": "fe80::1"},
+            "--kv-host fe80::1: an IPv6 link-local address needs its interface",
+        ),
     ],
 )
 def test_what_this_machine_lacks(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_machine(LaunchConfig(role="pe", model="m", **asked))
     assert said in str(refusal.value)
+
+
+def test_vllm_is_not_called_at_an_address_that_needs_an_interface() -> None:
+    table = Path("/proc/net/if_inet6")
+    lines = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    local = [
+        f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0]))}%{line[5]}"
+        for line in lines
+        if line[3] == "20"
+    ]
+    if not local:
+        pytest.skip("no interface here has an IPv6 link-local address")
+    with pytest.raises(
+        ConfigError, match=f"--kv-host {local[0]}: with --engine vllm prefill engines are called there"
+    ):
+        check_machine(LaunchConfig(**GOOD, kv_host=local[0], token_file="t", engine="vllm"))
 
 
 def test_a_host_with_an_address_of_a_kind_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

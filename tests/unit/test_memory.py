@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit.shm import segments
 from kvrail.transfer import memory
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import SEALS, HostPool, OutOfMemory, Pools, available_bytes
@@ -47,7 +48,7 @@ def make(units: int, unit_bytes: int) -> tuple[HostPool, Context]:
 
 
 def test_pool_is_zero_sealed_shared_and_nameless() -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = segments(os.getpid())
     pool, _ = make(5, 1000)
     assert (pool.nbytes, pool.mapped_bytes % 4096) == (5000, 0)
     assert pool.buffer is not None
@@ -55,7 +56,7 @@ def test_pool_is_zero_sealed_shared_and_nameless() -> None:
     assert fcntl.fcntl(pool.fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     pool.buffer[4999] = 7
     assert os.pread(pool.fd, 1, 4999) == b"\x07"
-    assert set(os.listdir("/dev/shm")) == shm
+    assert segments(os.getpid()) == shm
     pool.close()
 
 

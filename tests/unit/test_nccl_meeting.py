@@ -11,7 +11,8 @@ import pytest
 
 from kvrail.frontend.doctor_nccl import examine_nccl
 from kvrail.transfer.errors import TransferError
-from kvrail.transfer.nccl_meeting import meet, rendezvous_address
+from kvrail.transfer.nccl_meeting import meet
+from kvrail.transfer.rendezvous import rendezvous_address
 
 FACTS = {"NCCL": "2.28.9"}
 

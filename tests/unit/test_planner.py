@@ -77,6 +77,15 @@ def test_h200_figures_send_scattered_pages_by_kernel_and_large_ones_by_engine() 
     assert planner.gb_per_s == pytest.approx(390, rel=0.05)
 
 
+def test_what_becomes_ready_bit_by_bit_leaves_in_parts_over_slow_links() -> None:
+    """Each part costs a millisecond: that is saved from the third millisecond of a push on."""
+    assert Planner({}).parts(1 << 30) == 1
+    nvlink = Planner({"engine": Cost(12e-6, 3e-6, 1 / 380e9), "kernel": Cost(15e-6, 0.0, 1 / 370e9)})
+    network = Planner({"put": Cost(10e-6, 1e-6, 1 / 25e9)})
+    assert [nvlink.parts(size * MIB) for size in (16, 1024, 4096)] == [1, 1, 3]
+    assert [network.parts(size * MIB) for size in (16, 128, 512, 8192)] == [1, 2, 4, 8]
+
+
 def test_another_link_gives_another_choice() -> None:
     """Nothing is fixed: where the engine costs nothing a run, it takes what the kernel took above."""
     kernel, engine = Cost(15e-6, 0.0, 1 / 50e9), Cost(12e-6, 0.0, 1 / 50e9)

@@ -31,7 +31,7 @@ from kvrail.transfer.prefill_ticket import CachedPages
 from kvrail.transfer.sender import Sender
 from kvrail.transfer.wire import Beat, Grant, TicketBeat, pack_u32
 
-LAYOUT = PageLayout(model_id="m", layers=1, kv_heads=1, head_dim=1, dtype="float32", page_tokens=16)
+LAYOUT = PageLayout(model_id="m", layers=4, kv_heads=1, head_dim=1, dtype="float32", page_tokens=16)
 CE, PE = LinkKey(b"c" * 16, 0), LinkKey(b"p" * 16, 0)
 TICKET, TTL_S = b"t" * 16, 10.0
 SAMPLING = Sampling(max_tokens=4, seed=1)
@@ -43,11 +43,21 @@ class Writer:
         self.ttl_s, self.done, self.pushed, self.rung = ttl_s, 0, 0, False
         self.told: list[tuple[Any, str]] = []
         self.units: list[tuple[int, list[int], list[int]]] = []
+        self.parts: list[tuple[int, int] | None] = []
 
     def push(
-        self, pool: int, address: int, source: Any, target: Any, *, after: Any = None, way: str = ""
+        self,
+        pool: int,
+        address: int,
+        source: Any,
+        target: Any,
+        *,
+        after: Any = None,
+        way: str = "",
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.pushed += len(target)
+        self.parts.append(part)
         self.told.append((after, way))
         self.units.append((address, source.tolist(), target.tolist()))
 
@@ -70,6 +80,8 @@ class Bench:
         self.sent: list[Any] = []
         self.streams: list[int | None] = []
         self.added: list[str] = []
+        self.watchers: list[Any] = []
+        self.aborted: list[str] = []
         self.writers: list[Writer] = []
         self.opened: list[int] = []
         self.beats: list[Beat] = []
@@ -77,7 +89,8 @@ class Bench:
             layout=LAYOUT,
             stream=7,
             add=lambda request, tokens, sampling, prefill_only, cache: self.added.append(request),
-            abort=lambda request: None,
+            watch=self.watchers.append,
+            abort=self.aborted.append,
             release=self.added.remove,
             sequence=lambda request: (
                 SequenceState([0, 1], 32, 0, host_pages=host_pages) if request in self.added else None
@@ -273,3 +286,91 @@ def test_what_of_a_push_no_prefill_hides_is_counted() -> None:
     ((_, _, counted),) = bench.role._board.counters()
     assert counted["unhidden_seconds"] == 0.25
     assert not bench.role._rings
+
+
+NOW = 1.5
+
+
+@pytest.fixture
+def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is NOW while a step is being queued."""
+    monkeypatch.setattr("kvrail.runtime.prefilling.time", SimpleNamespace(monotonic=lambda: NOW))
+
+
+@pytest.mark.parametrize(
+    ("ms", "parts"), [(0.5, []), (3.9, []), (4.1, [2]), (9.1, [1, 2]), (200.0, [1, 2, 3])]
+)
+def test_the_end_of_a_prompt_leaves_in_parts_where_its_link_is_slow(ms: float, parts: list[int]) -> None:
+    """More parts than layers there are not; and what is computed for nobody, or not yet granted, has no link."""
+    nbytes = 32 * LAYOUT.token_bytes
+    bench = Bench(LaneInfo("put", "rc", "cuda", "worker", (Probe(nbytes, 1.0, ms * 1e3, 1, "put"),)))
+    assert bench.role.step_begins({"r": 32}) == []
+    bench.start()
+    assert bench.role.step_begins({"r": 32, "somebody else's": 1 << 20}) == parts
+
+
+def test_a_step_that_is_queued_is_pushed_by_layers_each_behind_its_work(queueing: None) -> None:
+    bench = Bench()
+    assert bench.watchers == [bench.role]
+    bench.start()
+    bench.role.tick(NOW)
+    layer = LAYOUT.page_bytes // 4
+    for layers in (1, 3):
+        bench.role.layers_queued(layers)
+    bench.role.step_queued({"r": 32, "somebody else's": 7})
+    (writer,) = bench.writers
+    assert writer.parts == [(0, layer), (layer, 2 * layer), (3 * layer, layer)]
+    assert [after for after, _ in writer.told] == ["fence 1", "fence 2", "fence 3"]
+    assert writer.units == 3 * [(0, [0, 1], [5, 6])]
+    assert not writer.rung
+    # The step itself is over: its pages are out, and whole pages count once.
+    done(NOW, bench)
+    assert (len(writer.parts), writer.rung) == (3, True)
+    ((_, _, counted),) = bench.role._board.counters()
+    assert (counted["pages"], counted["bytes"]) == (2, 2 * LAYOUT.page_bytes)
+
+
+def test_the_layers_of_a_step_are_no_parts_of_the_next_one(queueing: None) -> None:
+    bench = Bench()
+    bench.start()
+    for tokens, layers in ((16, 1), (32, 2)):
+        bench.role.tick(NOW)
+        bench.role.layers_queued(layers)
+        if tokens == 32:
+            bench.role.step_queued({"r": tokens})
+        # (The first one was never queued to its end.)
+        bench.role.on_step(NOW, [StepOutput("r", tokens, None, None, 0)])
+    half = LAYOUT.page_bytes // 2
+    assert bench.writers[0].parts == [None, (0, half), (half, half)]
+    assert [units[1:] for units in bench.writers[0].units] == [([0], [5]), ([1], [6]), ([1], [6])]
+
+
+@pytest.mark.parametrize("long_one", ["this one", "the one before"])
+def test_a_step_that_may_outlive_its_tickets_is_pushed_when_it_is_over(queueing: None, long_one: str) -> None:
+    """Until then their renewals have not been heard."""
+    bench = Bench()
+    if long_one == "the one before":
+        bench.role.tick(NOW - 5)
+        bench.role.on_step(NOW, [])
+    bench.start()
+    bench.role.tick(NOW if long_one == "the one before" else NOW - 5)
+    bench.role.layers_queued(1)
+    bench.role.step_queued({"r": 32})
+    assert not bench.writers
+    done(NOW, bench)
+    assert bench.writers[0].parts == [None]
+    assert bench.writers[0].rung
+
+
+def test_what_the_ledger_wants_of_the_engine_waits_for_the_end_of_a_step(queueing: None) -> None:
+    bench = Bench()
+    bench.start()
+    bench.role.tick(NOW)
+    # Too few pages for so many tokens: the ledger ends the ticket at once.
+    bench.role.engine.sequence = lambda request: SequenceState([0], 32, 0)  # type: ignore[method-assign]
+    bench.role.step_queued({"r": 32})
+    (end,) = [message for message in bench.sent if isinstance(message, PrefillDone)]
+    assert not end.ok
+    assert bench.aborted == [], "the engine is in the middle of it"
+    done(NOW, bench)
+    assert bench.aborted == ["r"]

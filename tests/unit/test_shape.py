@@ -27,9 +27,15 @@ def _name(path: Path) -> str:
     return ".".join(("kvrail", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -48,7 +54,7 @@ def _reaches_vllm(module: str) -> bool:
 
 def _top_imports(path: Path) -> set[str]:
     """What is imported as soon as the file is."""
-    body = ast.parse(path.read_text()).body
+    body = _tree(path).body
     found = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
     return found | {node.module for node in body if isinstance(node, ast.ImportFrom) and node.module}
 
@@ -88,7 +94,7 @@ def test_no_import_cycles() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_the_config_reads_the_environment(path: Path) -> None:
     if path != ROOT / "runtime" / "config.py":
-        names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+        names = {n.attr for n in ast.walk(_tree(path)) if isinstance(n, ast.Attribute)}
         assert not names & {"environ", "getenv", "putenv"}
 
 
@@ -102,7 +108,7 @@ def test_vllm_is_imported_in_one_place(path: Path) -> None:
 def test_each_file_says_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert ast.get_docstring(ast.parse(text)), "the first line of the docstring states the one idea"
+    assert ast.get_docstring(_tree(path)), "the first line of the docstring states the one idea"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

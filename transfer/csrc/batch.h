@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One push: which units go where, and a cursor that hands them out as runs contiguous on both sides.
+// One push: which units, or which part of each, go where, and a cursor that hands them out as runs contiguous on both
+// sides.
 #pragma once
 
 #include <algorithm>
@@ -86,15 +87,22 @@ struct Run {
   std::uint32_t units;  // that are complete with this run (0 for a piece of a unit that is not its last)
 };
 
+// The bytes of each unit that are pushed; no bytes: all of them.
+struct Part {
+  std::uint64_t offset = 0;
+  std::uint64_t nbytes = 0;
+};
+
 class Batch {
  public:
   Batch(std::uint32_t pool, std::uint64_t source, std::vector<std::uint32_t> sources,
-        std::vector<std::uint32_t> targets, Way way, std::shared_ptr<CudaFence> after, bool ends_push,
+        std::vector<std::uint32_t> targets, Part part, Way way, std::shared_ptr<CudaFence> after, bool ends_push,
         std::uint32_t only_rail = 0)
       : pool_id(pool),
         source(source),
         sources(std::move(sources)),
         targets(std::move(targets)),
+        part(part),
         way(way),
         after(std::move(after)),
         ends_push(ends_push),
@@ -109,6 +117,13 @@ class Batch {
     if (last >= to->units)
       return "target unit " + std::to_string(last) + " is outside pool " + std::to_string(pool_id) + " of " +
              std::to_string(to->units) + " units";
+    const std::uint64_t unit = to->unit_bytes;
+    if (part.offset > unit || part.nbytes > unit - part.offset)
+      return "bytes " + std::to_string(part.offset) + " to " + std::to_string(part.offset + part.nbytes) +
+             " are outside a unit of " + std::to_string(unit);
+    if (part.nbytes == 0) part.nbytes = unit - part.offset;
+    if (way == Way::kernel && (part.offset % 16 != 0 || part.nbytes % 16 != 0))
+      return "the part is not aligned to 16 bytes, which way kernel needs";
     if (by_cpu(way) && !from->is_host()) return "the source is " + from->memory() + " memory, this way needs host";
     if (way == Way::kernel && source % 16 != 0) return "the source is not aligned to 16 bytes, which way kernel needs";
     pool = std::move(to);
@@ -130,13 +145,13 @@ class Batch {
     next_ += units.count;
     return units;
   }
-  std::uint64_t nbytes() const { return sources.size() * pool->unit_bytes; }
+  std::uint64_t nbytes() const { return sources.size() * part.nbytes; }
 
-  // The next run of at most `limit` bytes. A single unit larger than that is cut when `cut`, else given
-  // whole.
+  // The next run of at most `limit` bytes. What is pushed of a single unit, where it is larger than that, is cut when
+  // `cut`, else given whole.
   Run take(std::uint64_t limit, bool cut) {
-    const std::uint64_t size = pool->unit_bytes;
-    Run run{source + sources[next_] * size + done_of_unit_, targets[next_] * size + done_of_unit_, 0, 0};
+    const std::uint64_t size = part.nbytes, stride = pool->unit_bytes, within = part.offset + done_of_unit_;
+    Run run{source + sources[next_] * stride + within, targets[next_] * stride + within, 0, 0};
     if (size > limit) {
       std::uint64_t left = size - done_of_unit_;
       run.nbytes = cut ? std::min(left, limit) : left;
@@ -144,7 +159,8 @@ class Batch {
       if (done_of_unit_ == size) finish_units(run, 1);
       return run;
     }
-    const std::uint64_t most = std::min<std::uint64_t>(limit / size, sources.size() - next_);
+    // Parts of neighbours are none.
+    const std::uint64_t most = size < stride ? 1 : std::min<std::uint64_t>(limit / size, sources.size() - next_);
     std::uint32_t n = 1;
     while (n < most && sources[next_ + n] == sources[next_] + n && targets[next_ + n] == targets[next_] + n) ++n;
     run.nbytes = n * size;
@@ -172,6 +188,7 @@ class Batch {
   const std::uint64_t source;
   const std::vector<std::uint32_t> sources;
   const std::vector<std::uint32_t> targets;
+  Part part;  // from bind() on with its bytes
   Way way;
   std::shared_ptr<CudaFence> after;  // until it is known to be done
   const bool ends_push;              // the last piece of what was pushed at once

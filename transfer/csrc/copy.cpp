@@ -17,7 +17,7 @@ void take_slice(Batch& batch, std::uint64_t limit, std::vector<Run>& runs, std::
   runs.clear();
   for (std::uint64_t left = limit; !batch.empty() && runs.size() < most;) {
     // A unit that no longer fits into this slice waits for the next one.
-    if (!runs.empty() && left < std::min(batch.pool->unit_bytes, limit)) break;
+    if (!runs.empty() && left < std::min(batch.part.nbytes, limit)) break;
     runs.push_back(batch.take(left, true));
     left -= std::min(left, runs.back().nbytes);
   }

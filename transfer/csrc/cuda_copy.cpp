@@ -67,7 +67,7 @@ std::uint64_t CudaCopier::slice_bytes(const Batch& batch) {
 }
 
 void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice) {
-  const std::uint64_t size = batch.pool->unit_bytes;
+  const std::uint64_t size = batch.part.nbytes, stride = batch.pool->unit_bytes;
   const std::uint64_t fit = std::clamp<std::uint64_t>(slice_bytes(batch) / size, 1, kSliceUnits);
   const Batch::Units units = batch.take_units(static_cast<std::uint32_t>(fit));
   slice.units = units.count;
@@ -87,13 +87,13 @@ void CudaCopier::launch_kernel(Batch& batch, std::size_t place, GpuSlice& slice)
   }
   std::array<std::uint64_t, 15> arguments{batch.source,
                                           lists,
-                                          size,
-                                          0,
+                                          stride,
+                                          batch.part.offset,
                                           0,
                                           batch.pool->peer->address(),
                                           lists + width,
-                                          size,
-                                          0,
+                                          stride,
+                                          batch.part.offset,
                                           0,
                                           units.count,
                                           1,

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -103,7 +104,10 @@ class PyWriter {
   void renew(double ttl_s) { writer_->renew(seconds(ttl_s)); }
 
   void push(std::uint32_t pool, std::uint64_t source, const Indices& sources, const Indices& targets,
-            const PyFence* after, const std::string& way, std::uint32_t rail) {
+            const PyFence* after, const std::string& way, std::uint32_t rail,
+            std::optional<std::pair<std::uint64_t, std::uint64_t>> part) {
+    if (part && part->second == 0) throw nb::value_error("push: a part has bytes");
+    const Part pushed = part ? Part{part->first, part->second} : Part{};
     if (sources.size() != targets.size()) throw nb::value_error("push: as many source as target units are needed");
     if (rung_) throw nb::value_error("push: the doorbell was already ordered");
     if (stopped_) return;
@@ -116,7 +120,7 @@ class PyWriter {
       const std::size_t end = std::min(sources.size(), first + piece);
       using List = std::vector<std::uint32_t>;
       auto batch = std::make_shared<Batch>(pool, source, List(sources.data() + first, sources.data() + end),
-                                           List(targets.data() + first, targets.data() + end), wished, fence,
+                                           List(targets.data() + first, targets.data() + end), pushed, wished, fence,
                                            end == sources.size(), rail);
       link_->link->on_writer_light(writer_, [batch = std::move(batch)](Writer& writer) { writer.add(batch); },
                                    {pool, sources.size(), wished});

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -320,7 +321,7 @@ NB_MODULE(_ucx, m) {
       .def_prop_ro("done", [](const PyWriter& self) { return self.writer().done(); })
       .def_prop_ro("failed", [](const PyWriter& self) { return self.writer().failed(); })
       .def("push", &PyWriter::push, "pool"_a, "source"_a, "source_units"_a.noconvert(), "target_units"_a.noconvert(),
-           nb::kw_only(), "after"_a.none() = nb::none(), "way"_a = "", "rail"_a = 0)
+           nb::kw_only(), "after"_a.none() = nb::none(), "way"_a = "", "rail"_a = 0, "part"_a.none() = nb::none())
       .def("renew", &PyWriter::renew, "ttl_s"_a)
       .def("ring", &PyWriter::ring, "message"_a)
       .def("stop", &PyWriter::stop);

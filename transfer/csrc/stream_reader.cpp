@@ -20,9 +20,11 @@
 namespace kvrail {
 namespace {
 
-// Who says nothing for so long, or is the oldest of too many, is sent away.
+// Who says nothing for so long is sent away; sooner, when he is the oldest of so many and was heard for a moment: a
+// crowd must neither keep the writer out nor push him out before his secret is here.
 constexpr Nanos kPatience = 5 * kSecond;
-constexpr std::size_t kMostStrangers = 16;
+constexpr Nanos kMoment = 200 * kMilli;
+constexpr std::size_t kMostStrangers = 128;
 constexpr Nanos kNap = 50 * kMilli;
 
 }  // namespace
@@ -63,47 +65,75 @@ void StreamReader::run() {
 
 bool StreamReader::let_in() {
   while (!ending_) {
-    std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}, {*listener_, POLLIN, 0}};
+    const bool room = has_room();
+    std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}, {room ? int{*listener_} : -1, POLLIN, 0}};
     for (const Stranger& each : strangers_) fds.push_back({each.fd, POLLIN, 0});
-    poll(fds.data(), fds.size(), strangers_.empty() ? -1 : static_cast<int>(kPatience / kMilli));
-    const Nanos now = now_ns();
+    Nanos left = 0;
+    if (!strangers_.empty()) left = strangers_.front().came + (room ? kPatience : kMoment) - now_ns();
+    // (Rounded up: it is over when we look.)
+    poll(fds.data(), fds.size(), strangers_.empty() ? -1 : static_cast<int>(std::max<Nanos>(0, left) / kMilli) + 1);
     auto ready = fds.begin() + 2;
     for (auto each = strangers_.begin(); each != strangers_.end(); ++ready) {
-      if (ready->revents != 0 && !hear(*each)) each->until = 0;
-      if (each->said == secret_.size() && same_secret(each->secret, secret_)) {
-        std::lock_guard lock(mutex_);
-        connection_.emplace(std::move(each->fd));
-        strangers_.clear();
-        // Nobody else is expected.
-        listener_.reset();
-        return !ending_;
-      }
-      const bool wrong = each->said == secret_.size();
-      if (wrong) ++link_.stats().stream_strangers;
-      each = wrong || each->until <= now ? strangers_.erase(each) : std::next(each);
+      const Said said = ready->revents != 0 ? hear(*each) : Said::kNotAll;
+      if (said == Said::kSecret) return !ending_;
+      const bool over = each->came + kPatience <= now_ns();
+      each = said == Said::kWrong || over ? strangers_.erase(each) : std::next(each);
     }
-    if (fds[1].revents != 0) accept_some();
+    if (fds[1].revents != 0 && accept_some()) return !ending_;
   }
   return false;
 }
 
-void StreamReader::accept_some() {
-  const int fd = accept4(*listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) {
-    // No descriptors left, say, and he still waits: not at once again.
-    pollfd woken{wake_fd_, POLLIN, 0};
-    poll(&woken, 1, static_cast<int>(kNap / kMilli));
-    return;
-  }
-  if (strangers_.size() == kMostStrangers) strangers_.pop_front();
-  strangers_.emplace_back(fd).until = now_ns() + kPatience;
+// The oldest stranger makes room for the next, once he had his moment.
+bool StreamReader::has_room() const {
+  return strangers_.size() < kMostStrangers || strangers_.front().came + kMoment <= now_ns();
 }
 
-bool StreamReader::hear(Stranger& stranger) {
+// Returns whether the writer is among them.
+bool StreamReader::accept_some() {
+  // At most: others have said something meanwhile.
+  for (std::size_t i = 0; i < kMostStrangers && has_room(); ++i) {
+    const int fd = accept4(*listener_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (fd < 0) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno != EAGAIN) {
+        // No descriptors left, say, and he still waits: not at once again.
+        pollfd woken{wake_fd_, POLLIN, 0};
+        poll(&woken, 1, static_cast<int>(kNap / kMilli));
+      }
+      return false;
+    }
+    Stranger& last = strangers_.emplace_back(fd);
+    last.came = now_ns();
+    Said said = hear(last);
+    if (said == Said::kWrong) strangers_.pop_back();
+    if (said == Said::kNotAll && strangers_.size() > kMostStrangers) {
+      // Perhaps he has spoken just now.
+      said = hear(strangers_.front());
+      if (said != Said::kSecret) strangers_.pop_front();
+    }
+    if (said == Said::kSecret) return true;
+  }
+  return false;
+}
+
+// Who says the secret is let in, and nobody else is expected.
+StreamReader::Said StreamReader::hear(Stranger& stranger) {
   const ssize_t got =
       recv(stranger.fd, stranger.secret.data() + stranger.said, stranger.secret.size() - stranger.said, MSG_DONTWAIT);
-  if (got > 0) stranger.said += static_cast<std::size_t>(got);
-  return got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Said::kNotAll;
+  if (got <= 0) return Said::kWrong;
+  stranger.said += static_cast<std::size_t>(got);
+  if (stranger.said < secret_.size()) return Said::kNotAll;
+  if (!same_secret(stranger.secret, secret_)) {
+    ++link_.stats().stream_strangers;
+    return Said::kWrong;
+  }
+  std::lock_guard lock(mutex_);
+  connection_.emplace(std::move(stranger.fd));
+  strangers_.clear();
+  listener_.reset();
+  return Said::kSecret;
 }
 
 bool StreamReader::read_frame() {

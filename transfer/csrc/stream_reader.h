@@ -50,15 +50,18 @@ class StreamReader {
   struct Stranger {
     explicit Stranger(int fd) : fd(fd, "accept") {}
     Fd fd;
-    Nanos until = 0;
+    Nanos came = 0;
     std::size_t said = 0;
     StreamSecret secret;
   };
+  // kWrong: or nothing will follow.
+  enum class Said { kNotAll, kWrong, kSecret };
 
   void run();
   bool let_in();
-  void accept_some();
-  bool hear(Stranger& stranger);
+  bool has_room() const;
+  bool accept_some();
+  Said hear(Stranger& stranger);
   bool read_frame();
   std::string fault_of(const StreamFrame& frame) const;
   std::string fault_of(const StreamFrame& frame, const Target& target) const;
@@ -72,7 +75,7 @@ class StreamReader {
   const Fd wake_fd_;
   const StreamSecret secret_;
   const Targets targets_;
-  std::list<Stranger> strangers_;
+  std::list<Stranger> strangers_;  // the oldest first
 
   std::mutex mutex_;
   std::optional<Fd> connection_;  // set under the mutex
