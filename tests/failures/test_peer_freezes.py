@@ -55,7 +55,7 @@ def test_a_late_pe_fails_nobody_where_the_ce_never_prefills(split: Breakable) ->
     """It stands still for longer than heartbeats may be missing, as on a starved machine, then goes on."""
     ce = split.small()
     pe = split.pe()
-    askings = [split.begin_push(ce, length=200, longest=SMALL_LONGEST)]
+    askings = [split.begin_push(ce, length=400, longest=SMALL_LONGEST)]
     pe.freeze()
     try:
         # One that has its ticket, one that was let in before the silence was noticed, one that came later.
