@@ -75,12 +75,20 @@ class _Writer:
         self.stopped = False
 
     def push(
-        self, pool: int, address: int, source: Any, target: Any, *, after: Any = None, way: str = ""
+        self,
+        pool: int,
+        address: int,
+        source: Any,
+        target: Any,
+        *,
+        after: Any = None,
+        way: str = "",
+        part: tuple[int, int] | None = None,
     ) -> None:
         assert not self.stopped
         # The native writer copies its arguments at once.
         units = zip(source, target, strict=True)
-        self.todo += [(pool, address, int(s), int(t), after) for s, t in units]
+        self.todo += [(pool, address, int(s), int(t), part, after) for s, t in units]
 
     def ring(self, message: bytes) -> None:
         self.todo.append(message)
@@ -218,14 +226,19 @@ class SplitWorld:
         if writer.epoch == self.epoch:
             self.pe_events.append(WriterEvent(CE, writer.epoch, kind, writer.number, ok))
 
-    def copy(self, pool: int, address: int, source: int, target: int) -> None:
+    def copy(
+        self, pool: int, address: int, source: int, target: int, part: tuple[int, int] | None = None
+    ) -> None:
         there = self.ce_pools.pages if pool == 0 else self.ce_pools.state
         if pool == 0:
             assert self.ce.pool._state[target] in (1, 2), "a page is written that no ticket holds"
         else:
             assert target not in self.ce.pool._free_states, "a state slot is written that no ticket holds"
+        offset, nbytes = part or (0, there.unit_bytes)
         ctypes.memmove(
-            there.address + target * there.unit_bytes, address + source * there.unit_bytes, there.unit_bytes
+            there.address + target * there.unit_bytes + offset,
+            address + source * there.unit_bytes + offset,
+            nbytes,
         )
         self.copied += 1
 
