@@ -20,17 +20,18 @@ class OtherGone(TransferError):
 
 
 class Lines:
-    """One end; `other` is what errors call the other one. `within_s`: how long a line may take (None: for ever).
-
-    Owns the socket.
-    """
+    """One end; `other` is what errors call the other one. Owns the socket."""
 
     def __init__(self, sock: socket.socket, other: str, within_s: float | None = None) -> None:
-        sock.settimeout(within_s)
         self.socket = sock
         self.other = other
-        self._within_s = within_s
         self._left = b""
+        self.allow(within_s)
+
+    def allow(self, within_s: float | None) -> None:
+        """How long a line may take from now on (None: for ever)."""
+        self._within_s = within_s
+        self.socket.settimeout(within_s)
 
     def tell(self, **said: object) -> None:
         """Raises OtherGone."""
