@@ -12,7 +12,18 @@ from typing import Any
 
 from kvrail.transfer.errors import TransferError
 
-__all__ = ["Lines", "OtherGone"]
+__all__ = ["Lines", "OtherGone", "notice_a_cut"]
+
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_USER_TIMEOUT_MS = 20_000
+
+
+def notice_a_cut(sock: socket.socket) -> None:
+    """A cable that is cut, or a host that is gone, ends this TCP connection within half a minute, and not never."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class OtherGone(TransferError):

@@ -23,6 +23,8 @@ __all__ = ["HostSession", "Session"]
 
 # A receiver that waits for something has fallen asleep by then.
 _PAUSE_S = 0.002
+# For all links to come up. Beyond it nobody helps a receiver that is stuck, and its answer is only waited for.
+_OPEN_S = 90.0
 
 
 class Session:
@@ -191,7 +193,8 @@ class HostSession(Session):
                 socket=address,
                 nixl=nixl,
             )
-            while not receiver.has_answer():
+            until = time.monotonic() + _OPEN_S
+            while not receiver.has_answer() and time.monotonic() < until:
                 for link in links.values():
                     link.turn(1)
             opened = receiver.answer()["ways"]
