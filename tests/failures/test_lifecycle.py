@@ -93,7 +93,8 @@ def test_ce_before_pe_then_orderly_stops(start, folder: Path) -> None:  # type: 
         port = probe.getsockname()[1]
     ce = start("ce", "--pe-url", f"http://127.0.0.1:{port}", "--lane", "put").wait_ready()
     early = ask(ce, make_prompt(30))
-    assert (early.status, early.route, early.error) == (200, "local", ""), early.summary
+    whole = (early.status, early.route, early.error, len(early.tokens)) == (200, "local", "", 6)
+    assert whole, f"{early.summary}\n{ce.tail()}"
     pe = start("pe", "--max-num-batched-tokens", "2048", port=port).wait_ready()
     wait_until(lambda: ce.metric("kvrail_link_up") == 1, 40, "the link is up", ce, pe)
     late = ask(ce, early.prompt)

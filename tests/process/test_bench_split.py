@@ -30,14 +30,13 @@ plans = bench_split.plans
 bench_split.plans = lambda pe, ce: plans(pe, ce)[:1]
 typer.run(bench_split.main)
 """
-_SMALL = "--in 64 --out 8 --concurrency 1,2 --push-in 256 --push-requests 4 --mixed-s 2 --mixed-streams 2 --mixed-in 32"
+# Answers long enough that a client that waits for a core sees more than their ends.
+_SMALL = "--in 64 --out 40 --concurrency 1,2 --push-in 256 --push-requests 4 --mixed-s 2 --mixed-streams 2"
 _SMALL += (
-    " --mixed-out 16 --mixed-long-in 400 --mixed-every 0.4 --handover-in 32,300 --rounds 2 --conversations 2"
+    " --mixed-in 32 --mixed-out 16 --mixed-long-in 400 --mixed-every 0.4 --handover-in 32,300 --rounds 2"
 )
-_SMALL += (
-    " --turns 3 --shared-words 20 --task-words 20 --turn-words 10 --answer-tokens 4 --routing least-loaded"
-)
-_SMALL += " --host-cache-gb 0"
+_SMALL += " --conversations 2 --turns 3 --shared-words 20 --task-words 20 --turn-words 10 --answer-tokens 4"
+_SMALL += " --routing least-loaded --host-cache-gb 0"
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,7 @@ def test_every_part(flags: list[str], tmp_path: Path) -> None:
     text = table.read_text()
     assert text in said or text.partition("\n\n")[2] in said
     for words in (
-        "## 64 tokens in, 8 out",
+        "## 64 tokens in, 40 out",
         "| PE 0 → CE 0 | shm, host |",
         "## Hand-over",
         "3 turns side by side",

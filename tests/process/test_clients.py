@@ -56,9 +56,8 @@ CITIES = [{"city": "Köln"}, {"city": "Rome"}]
 def split(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
     folder = tmp_path_factory.mktemp("clients")
     (folder / "chat.jinja").write_text(TEMPLATE)
-    made = start_split(
-        cluster.model("llama"), folder, "shm", 16, "--chat-template", str(folder / "chat.jinja")
-    )
+    template = ("--chat-template", str(folder / "chat.jinja"))
+    made = start_split(cluster.model("llama"), folder, "shm", 16, ce_flags=template)
     with serving(made.pe, made.ce):
         wait_for_links(made.ce, made.pe)
         made.ce.wait_ready()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.kernels.upload import stage, upload
+from kvrail.kernels.upload import fetch, stage, upload
 
 ARRAYS = (
     np.arange(7, dtype=np.int32),
@@ -27,6 +27,6 @@ def test_same_on_both_sides(kind) -> None:
     for array, here, there in zip(ARRAYS, staged.host, staged.device, strict=True):
         assert there.device.type == kind
         assert np.array_equal(here.numpy(), array)
-        assert np.array_equal(there.cpu().numpy(), array)
+        assert np.array_equal(fetch(there).numpy(), array)
         assert there.shape == array.shape
     assert [one.dtype for one in upload(device, ARRAYS)] == [one.dtype for one in staged.host]
