@@ -107,7 +107,8 @@ def test_ctrl_c_does_not_wait_for_a_batch_that_it_kept_back(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_session, "time", SimpleNamespace(sleep=interrupt))
+    clock = SimpleNamespace(sleep=interrupt, monotonic=time.monotonic)
+    monkeypatch.setattr(bench_session, "time", clock)
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         next(iter(measure(Plan({"host->host": ((4096, 4),)}, (way,), 1, latency=False), say=print)))
