@@ -136,13 +136,11 @@ class GpuSession(Session):
         return self._limits.block(len(source)) if way == "memcpy" else self._limits.batch(source, target)
 
     def close(self) -> None:
-        """Our ends first: the receiver may free its pool only when we have it mapped no more."""
         for way in self._ways.values():
             way.close()
         if self._limits is not None:
             self._limits.close()
-        self._receiver.tell(do="close")
-        self._receiver.answer()
+        self._close_receiver()
         self._pages.close()
 
 

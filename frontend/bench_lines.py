@@ -12,7 +12,18 @@ from typing import Any
 
 from kvrail.transfer.errors import TransferError
 
-__all__ = ["Lines", "OtherGone"]
+__all__ = ["Lines", "OtherGone", "notice_a_cut"]
+
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_USER_TIMEOUT_MS = 20_000
+
+
+def notice_a_cut(sock: socket.socket) -> None:
+    """A cable that is cut, or a host that is gone, ends this TCP connection within half a minute, and not never."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class OtherGone(TransferError):
@@ -20,17 +31,18 @@ class OtherGone(TransferError):
 
 
 class Lines:
-    """One end; `other` is what errors call the other one. `within_s`: how long a line may take (None: for ever).
-
-    Owns the socket.
-    """
+    """One end; `other` is what errors call the other one. Owns the socket."""
 
     def __init__(self, sock: socket.socket, other: str, within_s: float | None = None) -> None:
-        sock.settimeout(within_s)
         self.socket = sock
         self.other = other
-        self._within_s = within_s
         self._left = b""
+        self.allow(within_s)
+
+    def allow(self, within_s: float | None) -> None:
+        """How long a line may take from now on (None: for ever)."""
+        self._within_s = within_s
+        self.socket.settimeout(within_s)
 
     def tell(self, **said: object) -> None:
         """Raises OtherGone."""

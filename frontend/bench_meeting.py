@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvrail.frontend.bench_lines import Lines, OtherGone
+from kvrail.frontend.bench_lines import Lines, OtherGone, notice_a_cut
 from kvrail.transfer.errors import TransferError
 
 __all__ = ["NO_TOKEN", "meet"]
@@ -35,9 +35,6 @@ _REDIAL_S = 0.2
 _ANSWER_S = 120.0
 # Rank 0 measures nothing meanwhile, but may have much to prepare.
 _COMMAND_S = 300.0
-# A cable that is cut, or a host that is gone, is noticed within half a minute.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-_USER_TIMEOUT_MS = 20_000
 
 
 class _Stranger(Exception):
@@ -184,10 +181,8 @@ def _proof(token: bytes, rank: int, *nonces: str) -> str:
 
 
 def _met(lines: Lines, within_s: float) -> Lines:
-    sock = lines.socket
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Lines(sock, lines.other, within_s)
+    lines.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    notice_a_cut(lines.socket)
+    # (The same object: the first command may have come with the last word of the meeting.)
+    lines.allow(within_s)
+    return lines

@@ -24,6 +24,7 @@ from kvrail.frontend.bench_lines import Lines, OtherGone
 from kvrail.frontend.bench_nixl import NixlReceiver, nixl_version
 from kvrail.frontend.bench_rank import LinkWay, Memory, Pages, Way
 from kvrail.frontend.bench_socket import SocketWay
+from kvrail.transfer.errors import TransferError
 from kvrail.transfer.interfaces import with_our_scope
 
 __all__ = ["main", "obey"]
@@ -155,7 +156,7 @@ def obey(lines: Lines, host: str, *, far: bool) -> bool:
                 try:
                     answer = acts[command["do"]](command)
                 except Exception as error:
-                    if not far:
+                    if not far and not isinstance(error, TransferError):
                         traceback.print_exc()
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 lines.tell(**answer)

@@ -23,6 +23,8 @@ __all__ = ["HostSession", "Session"]
 
 # A receiver that waits for something has fallen asleep by then.
 _PAUSE_S = 0.002
+# For all links to come up. Beyond it nobody helps a receiver that is stuck, and its answer is only waited for.
+_OPEN_S = 90.0
 
 
 class Session:
@@ -38,6 +40,8 @@ class Session:
     _receiver: Receiver
     _pages: Any  # the pages of this process, and their pool
     _ways: dict[str, Way]
+    # The receiver is in a batch, and its last word about that is still to come.
+    _in_batch = False
 
     @property
     def far(self) -> bool:
@@ -62,6 +66,20 @@ class Session:
             return by_itself
         expected = self._expected(source)
         self._receiver.compare_clocks()
+        self._in_batch = True
+        try:
+            came, begun = self._one_batch(way, number, source, target)
+        except TransferError:
+            self._in_batch = False
+            raise
+        self._in_batch = False
+        self._ways[way].settle()
+        return (self._receiver.ours(came["seen"]) - begun) / 1000, came["digest"] == expected
+
+    def _one_batch(
+        self, way: str, number: int, source: Indices, target: Indices
+    ) -> tuple[dict[str, Any], int]:
+        """(the receiver's last word, when the push began). TransferError: that word was, or is, no other one."""
         self._receiver.tell(do="take", way=way, number=number, target=target.tolist())
         self._receiver.answer()
         time.sleep(_PAUSE_S)
@@ -73,15 +91,14 @@ class Session:
             with contextlib.suppress(TransferError):
                 self._receiver.answer()
             raise
-        came = self._receiver.answer()
-        self._ways[way].settle()
-        return (self._receiver.ours(came["seen"]) - begun) / 1000, came["digest"] == expected
+        return self._receiver.answer(), begun
 
     def tight(self, way: str, number: int, count: int, rng: np.random.Generator) -> tuple[list[float], bool]:
         """µs of `count` single pages, each sent as soon as the receiver has seen the one before."""
         source, target = self._draw(count, rng)
         expected = self._expected(source)
         self._receiver.compare_clocks()
+        self._in_batch = True
         self._receiver.tell(do="loop", way=way, number=number, target=target.tolist())
         self._receiver.answer()
         time.sleep(_PAUSE_S)
@@ -93,6 +110,7 @@ class Session:
             self._receiver.answer()
             self._ways[way].settle()
         came = self._receiver.answer()
+        self._in_batch = False
         seen = map(self._receiver.ours, came["seen"])
         times = [(end - start) / 1000 for end, start in zip(seen, begun, strict=True)]
         return times, came["digest"] == expected
@@ -117,8 +135,18 @@ class Session:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Both sides' ways, then their pools."""
+        """Both sides' ways, then their pools. Ours first: the receiver may free only what we have mapped no more."""
         raise NotImplementedError
+
+    def _close_receiver(self) -> None:
+        """Not where it still waits for a batch that Ctrl-C kept back: it hears that our ends are closed, or that we are
+        gone.
+        """
+        if self._in_batch:
+            return
+        with contextlib.suppress(OtherGone):
+            self._receiver.tell(do="close")
+            self._receiver.answer()
 
 
 class HostSession(Session):
@@ -165,7 +193,8 @@ class HostSession(Session):
                 socket=address,
                 nixl=nixl,
             )
-            while not receiver.has_answer():
+            until = time.monotonic() + _OPEN_S
+            while not receiver.has_answer() and time.monotonic() < until:
                 for link in links.values():
                     link.turn(1)
             opened = receiver.answer()["ways"]
@@ -202,11 +231,9 @@ class HostSession(Session):
         return (ended - begun) / 1000, bool((out == rows[indices]).all())
 
     def close(self) -> None:
-        with contextlib.suppress(OtherGone):
-            self._receiver.tell(do="close")
-            self._receiver.answer()
         for way in self._ways.values():
             way.close()
+        self._close_receiver()
         if self._copy is not None:
             self._copy.close()
         self._pages.close()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.frontend.bench_lines import notice_a_cut
 from kvrail.frontend.bench_rank import Indices
 from kvrail.transfer.errors import TransferError
 from kvrail.transfer.memory import HostPool
@@ -48,13 +49,17 @@ class SocketWay:
         self._sock = sock
         self._address, self._size = pool.address, pool.unit_bytes
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_a_cut(sock)
         libc = ctypes.CDLL(None, use_errno=True)
         self._writev: Any = libc.writev
         self._recvmsg: Any = libc.recvmsg
         self._writev.restype = self._recvmsg.restype = ctypes.c_ssize_t
 
     def push(self, number: int, source: Indices, target: Indices) -> None:
-        self._sock.sendall(np.concatenate(([np.uint32(len(target))], target)).tobytes())
+        try:
+            self._sock.sendall(np.concatenate(([np.uint32(len(target))], target)).tobytes())
+        except OSError as error:
+            raise TransferError(f"the socket ended before a batch: {error.strerror or error}") from None
         self.send(source)
 
     def await_batch(self, number: int, target: Indices) -> int:

@@ -134,7 +134,7 @@ def _command(
     ] = None,
     within: Annotated[
         float,
-        typer.Option(min=1, help="seconds to wait for the other rank", rich_help_panel=_TWO_HOSTS),
+        typer.Option(min=1, max=86400, help="seconds to wait for the other rank", rich_help_panel=_TWO_HOSTS),
     ] = 60.0,
 ) -> None:
     """Measure how fast pages move between two processes, by every way that there is: on this host, or between two."""
@@ -168,11 +168,12 @@ def _command(
             raise typer.BadParameter(f"--pages {count}: 1 to {_MOST_PAGES}")
     if plot_file is not None and plot_file.suffix not in (".html", ".htm", ".png"):
         raise typer.BadParameter(f"--plot {plot_file}: a file that ends in .html or .png")
-    if meeting is not None and memory and memory != ["host->host"]:
-        raise typer.BadParameter(f"--memory {memory[0]}: between two hosts host->host only")
+    with_gpu = [pair for pair in memory or [] if pair != "host->host"]
+    if meeting is not None and with_gpu:
+        raise typer.BadParameter(f"--memory {with_gpu[0]}: between two hosts host->host only")
     no_gpu = "between two hosts" if meeting is not None else _no_gpu()
-    if no_gpu and any(pair != "host->host" for pair in memory or []):
-        raise TransferError(f"--memory {', '.join(memory or [])}: {no_gpu}")
+    if no_gpu and with_gpu:
+        raise TransferError(f"--memory {', '.join(with_gpu)}: {no_gpu}")
     pairs = memory or (["host->host"] if no_gpu else list(PAIRS))
     cells = {}
     for pair in pairs:

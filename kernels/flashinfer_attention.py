@@ -111,7 +111,7 @@ class FlashInferAttention:
     def plan(
         self, pool: torch.Tensor, slices: list[Slice], dtype: torch.dtype, rings: torch.Tensor | None = None
     ) -> FlashInferPlan:
-        """The plan of one step, in the order of the current stream. May wait for the plan before the last."""
+        """The plan of one step, in the order of the current stream. May wait for an earlier one, four plans before."""
         made = next(self._turns)
         made.begin()
         page_tokens = pool.shape[3]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -95,6 +96,25 @@ def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for record, mode in ((asleep, "asleep"), (awake, "awake")):
         assert isinstance(record, Record)
         assert (record.verified, record.mode) == (False, mode)
+
+
+@pytest.mark.parametrize("way", ["stream", "socket"])
+def test_ctrl_c_does_not_wait_for_a_batch_that_it_kept_back(
+    way: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Between a receiver that waits for it and its first byte; nothing of that receiver stays."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    clock = SimpleNamespace(sleep=interrupt, monotonic=time.monotonic)
+    monkeypatch.setattr(bench_session, "time", clock)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(measure(Plan({"host->host": ((4096, 4),)}, (way,), 1, latency=False), say=print)))
+    # The receiver would wait for 60 s, and be killed 10 s after it was told to leave.
+    assert time.monotonic() - begun < 8
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_ctrl_c_is_no_traceback() -> None:

@@ -209,7 +209,11 @@ def test_wrong_flags_are_refused() -> None:
         (["--kv-host", "127.0.0.1"], "are for --rendezvous"),
         (["--rendezvous", "127.0.0.1", "--rank", "0"], "HOST:PORT"),
         (["--rendezvous", "127.0.0.1:9", "--rank", "0", "--way", "shm"], "between two hosts one of"),
-        (["--rendezvous", "127.0.0.1:9", "--rank", "0", "--memory", "gpu->gpu"], "host->host only"),
+        (
+            ["--rendezvous", "127.0.0.1:9", "--rank", "0", "--memory", "host->host", "--memory", "gpu->gpu"],
+            "--memory gpu->gpu: between two hosts host->host only",
+        ),
+        (["--rendezvous", "127.0.0.1:9", "--rank", "0", "--within", "inf"], "--within"),
         (["--rendezvous", "127.0.0.1:9", "--rank", "1", "--token-file", "/no/file"], "cannot read"),
     ):
         done = subprocess.run(
