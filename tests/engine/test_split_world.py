@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from kit.host_memory import SlowCopier, StreamCopier
 from kit.split_world import PE, SplitWorld
+from kvrail.runtime import embedded
 from kvrail.runtime.messages import CacheUse
 from kvrail.runtime.sampler import choice_seed
 
@@ -31,9 +34,12 @@ class Expected:
         return self.known[key]
 
 
+@pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
 @pytest.mark.parametrize("copies", [SlowCopier, StreamCopier])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral-window"])
-def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, greedy, kind, copies) -> None:
+def test_whatever_happens_no_token_changes_and_nothing_is_kept(
+    models, prompt, greedy, kind, copies, queued, monkeypatch
+) -> None:
     random = np.random.default_rng(len(kind))
     copier = copies()
     ce = models.rig(kind, pages=20, slots=6, max_num_seqs=6, max_num_batched_tokens=64)
@@ -43,7 +49,18 @@ def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, g
         max_num_batched_tokens=40, max_num_seqs=5,
     )  # fmt: skip
     expected = Expected(models, kind)
-    world = SplitWorld(ce, pe, random, lose_calls=0.06)
+    world = SplitWorld(ce, pe, random, lose_calls=0.06, queued=queued)
+    monkeypatch.setattr("kvrail.runtime.prefilling.time", SimpleNamespace(monotonic=lambda: world.now))
+    draw, short_of_memory = embedded.Batch.draw, []
+
+    def drawing(batch: Any, logits: Any) -> Any:
+        if queued and any(one.prefill_only for one, _ in batch._ends) and random.random() < 0.1:
+            short_of_memory.append(batch)
+            raise torch.OutOfMemoryError("of a test")
+        return draw(batch, logits)
+
+    monkeypatch.setattr(embedded.Batch, "draw", drawing)
+    monkeypatch.setattr(embedded, "out_of_memory", lambda *_: "no memory")
     roots = [prompt(150, 900 + number) for number in range(3)]
     prompts: dict[str, Any] = {}
     number = 0
@@ -108,6 +125,8 @@ def test_whatever_happens_no_token_changes_and_nothing_is_kept(models, prompt, g
             assert world.failed[name].status == 503, world.failed[name]
     assert complete > 10
     assert world.ahead, "no call was made ahead of its grant"
+    assert bool(short_of_memory) == queued
+    assert bool(world.parts) == (queued and ce.model.layout.layers > 1)
     counters = pe.host.counters() | world.completion._counters | world.receiver.counters
     for happened in (
         "hicache_hits",

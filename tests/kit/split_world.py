@@ -120,6 +120,20 @@ class _Writer:
                     self.world.tell_pe(self, "progress", True)
 
 
+class _Fence:
+    """Work on a GPU that is done after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def done(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        self.looks = 0
+
+
 class Checksums(Executor):
     """The thread of checksums, which gets on when the world says so."""
 
@@ -137,7 +151,10 @@ class Checksums(Executor):
 
 
 class SplitWorld:
-    """`ce` and `pe` are Rigs of one model. Call `act` as often as wanted, then `settle`."""
+    """`ce` and `pe` are Rigs of one model. Call `act` as often as wanted, then `settle`.
+
+    `queued`: the PE is told of its steps while they run, as on a GPU, and pushes behind fences and in parts.
+    """
 
     def __init__(
         self,
@@ -149,6 +166,7 @@ class SplitWorld:
         share: float = 0.6,
         verify: float = 0.5,
         lose_calls: float = 0.0,
+        queued: bool = False,
     ) -> None:
         self.ce, self.pe, self.random = ce, pe, random
         self.lose_calls = lose_calls
@@ -173,7 +191,7 @@ class SplitWorld:
         self.next_ticket = b""
         self.ahead: dict[str, bytes] = {}
         self.deferred = 0
-        self.copied = 0
+        self.copied = self.parts = 0
         self.broken = 0
         layout = ce.model.layout
         pool: PagePool = ce.pool
@@ -210,6 +228,11 @@ class SplitWorld:
             send=self._to_pe_front,
             cache=pe.host,
         )
+        if queued:
+            self.pe_pools.fence = lambda stream: _Fence(self.pace.randrange(4))
+            inner = list(range(1, layout.layers))
+            self.prefilling.step_begins = lambda ending: self.pace.sample(inner, min(1, len(inner)))  # type: ignore[method-assign]
+            pe.engine.watch(self.prefilling)
         self._up()
 
     # --- the parts that are made up -------------------------------------------------------------------------------
@@ -234,6 +257,7 @@ class SplitWorld:
             assert self.ce.pool._state[target] in (1, 2), "a page is written that no ticket holds"
         else:
             assert target not in self.ce.pool._free_states, "a state slot is written that no ticket holds"
+        self.parts += part is not None
         offset, nbytes = part or (0, there.unit_bytes)
         ctypes.memmove(
             there.address + target * there.unit_bytes + offset,
