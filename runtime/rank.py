@@ -142,10 +142,11 @@ class Loop:
                 return False
             if isinstance(message, FlushCache):
                 pool_pages, host_pages = role.engine.flush_cache()
+                # First, so that whoever has the answer finds it in the metrics.
+                self._front.send(role.stats(self._steps))
                 self._front.send(
                     CacheFlushed(number=message.number, pool_pages=pool_pages, host_pages=host_pages)
                 )
-                self._stats_due = 0.0
                 continue
             role.handle(now, message)
         watch.lap("front")
