@@ -319,12 +319,12 @@ class EmbeddedEngine:
         counts = [count for _, count in parts]
         remedy = "lower --max-num-batched-tokens, --max-num-seqs or the memory of the pool"
         fault = out_of_memory(self._model.device, f"computing {sum(counts)} tokens", remedy)
-        failing = told
-        if max(counts) > 1 and self._token_budget > LEAST_CHUNK:
+        smaller = max(counts) > 1 and self._token_budget > LEAST_CHUNK
+        if smaller:
             self._token_budget = max(LEAST_CHUNK, min(self._token_budget, sum(counts)) // 2)
             _log.error("%s (steps have at most %d tokens from now on)", fault, self._token_budget)
-        else:
-            _log.error("%s (the youngest sequence of the batch fails)", fault)
-            failing = told or [parts[-1][0]]
+        failing = told or ([] if smaller else [parts[-1][0]])
+        if failing:
+            _log.error("%s (%d of the %d sequences in this step fail)", fault, len(failing), len(parts))
         for sequence in failing:
             self._roster.fail(sequence, fault)

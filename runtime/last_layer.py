@@ -67,8 +67,7 @@ class _Storing:
         scaling: float,
         *,
         sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         self.store(layer, key, value, sliding_window=sliding_window)
         raise _Stored

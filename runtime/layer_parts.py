@@ -8,7 +8,7 @@ left to push when the step is done is the last part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,13 +54,10 @@ class StoredPlan:
         scaling: float,
         *,
         sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        **more: Any,
     ) -> torch.Tensor:
         """See AttentionPlan."""
-        out = self._plan.attend(
-            layer, query, key, value, scaling, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
-        )
+        out = self._plan.attend(layer, query, key, value, scaling, sliding_window=sliding_window, **more)
         self._tell(layer, sliding_window)
         return out
 
